@@ -267,7 +267,7 @@ def choose(name: str, x: Tensor, axis: Communicator) -> Algorithm:
 
 
 def leaving_bytes(name: str, num_bytes: int, x: Tensor, axis: Communicator, is_coded: bool) -> int:
-    """Bytes of an operation on x that leave the node, of all that it sends. is_coded: it is one of `coded`."""
+    """Bytes of an operation on x that leave the node, of all that it sends. is_coded: it is one of `codec`."""
     # NCCL and two hops know nodes. Of what gloo or this framework do in one hop only a ring does, and there one rank of a node
     # sends all that leaves it.
     if axis.levels is not None or not (is_coded or axis.staged or x.device.type == "cpu"):

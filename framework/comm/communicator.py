@@ -9,10 +9,10 @@ wait. A stream runs them in order: the first that has not passed says what the d
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -190,10 +190,6 @@ class Waits:
         return self.device.find_place()
 
 
-if TYPE_CHECKING:
-    from framework.comm.connect import Mesh
-
-
 class Traffic:
     """Calls and bytes that one rank has sent along one axis since the start, by operation.
 
@@ -343,14 +339,14 @@ def link_levels(axes: dict[str, Communicator]) -> dict[str, Communicator]:
 TrafficReading = dict[str, dict[str, tuple[int, int]]]
 
 
-def read_traffic(mesh: "Mesh", between_nodes: bool = False) -> TrafficReading:
-    """Calls and bytes of every axis since the mesh was connected. between_nodes: only those bytes that leave their node."""
+def read_traffic(axes: Mapping[str, Communicator], between_nodes: bool = False) -> TrafficReading:
+    """Calls and bytes of every axis of a mesh since it was connected. between_nodes: only those bytes that leave their node."""
     return {
         name: {
             operation: (calls, (traffic.bytes_leaving if between_nodes else traffic.bytes)[operation])
             for operation, calls in traffic.calls.items()
         }
-        for name, traffic in ((name, axis.traffic) for name, axis in mesh.axes.items())
+        for name, traffic in ((name, axis.traffic) for name, axis in axes.items())
     }
 
 

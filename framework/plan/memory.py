@@ -1,4 +1,5 @@
-"""Bytes of parameters, gradients and optimizer states, in closed form from `parallel/zero/lifetimes.py`: part of the forecast."""
+"""Bytes of parameters, gradients and optimizer states, in closed form from `parallel/zero/buffer_plan.py`: part of the
+forecast."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,8 +7,7 @@ from functools import cache
 
 from framework.optim.disk_chunks import DiskShard, DiskState, file_bytes, place_chunks, ring_bytes
 from framework.optim.states import MomentsDtype, count_state_bytes
-from framework.parallel.zero.lifetimes import Home
-from framework.parallel.zero.plan_buffers import BufferPlan, GroupSpan
+from framework.parallel.zero.buffer_plan import BufferPlan, GroupSpan, Home
 
 # The share of a node's memory that ranks have for offloaded states: Python, torch, NCCL and page tables need the rest.
 USABLE = 0.9

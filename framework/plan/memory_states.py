@@ -20,8 +20,8 @@ from framework.optim.optimizers import state_names
 from framework.optim.states import MomentsDtype
 from framework.parallel.pipeline.pipeline import PipelinePlan
 from framework.parallel.tensor.partition import ranks_per_kv_head
-from framework.parallel.zero.lifetimes import choose_homes, lifetimes_of
-from framework.parallel.zero.plan_buffers import BufferPlan
+from framework.parallel.zero.buffer_plan import BufferPlan, lifetimes_of
+from framework.parallel.zero.plan_buffers import choose_homes
 from framework.plan.candidate import OFFLOADED, Candidate, remember, topology_of
 from framework.plan.memory import (
     KINDS,

@@ -16,7 +16,7 @@ from framework.parallel.pipeline.draw import SIMULATED_UNIT, Panel, describe_bub
 from framework.parallel.pipeline.pipeline import PipelinePlan
 from framework.parallel.pipeline.schedules import write_table
 from framework.parallel.pipeline.simulate import peak_live, simulate
-from framework.parallel.zero.plan_buffers import BufferPlan
+from framework.parallel.zero.buffer_plan import BufferPlan
 from framework.plan.activations import ESTIMATED_VALUES
 from framework.plan.check import MEMORY, bytes_of_copies, bytes_of_fullest_node, bytes_saved
 from framework.plan.operators import DOCUMENT_TOKENS, LONG_CONTEXT

@@ -51,7 +51,7 @@ from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline, re
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage, read_table
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor.partition import ranks_per_kv_head
-from framework.parallel.zero.plan_buffers import BufferPlan
+from framework.parallel.zero.buffer_plan import BufferPlan
 from framework.plan.activations import Activations
 from framework.plan.candidate import Candidate, planned_candidate, remember, topology_of
 from framework.plan.forecast import StageMemory

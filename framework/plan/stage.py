@@ -14,8 +14,8 @@ from framework.model.units import Unit
 from framework.parallel.parallelize import find_compute_dtypes, parallelize, whole_layouts
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor.regions import mask_of, uses_rng_in_training
-from framework.parallel.zero.lifetimes import Lifetimes, choose_homes, lifetimes_of
-from framework.parallel.zero.plan_buffers import FROZEN, BufferPlan, plan_buffers
+from framework.parallel.zero.buffer_plan import FROZEN, BufferPlan, Lifetimes, lifetimes_of
+from framework.parallel.zero.plan_buffers import choose_homes, plan_buffers
 
 
 @dataclass(frozen=True)

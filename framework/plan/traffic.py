@@ -19,7 +19,7 @@ from framework.model.units import count_channels, count_map, find_mixers
 from framework.optim.muon import group_matrices
 from framework.parallel.pipeline.lower import SENDS
 from framework.parallel.pipeline.simulate import ActionKind
-from framework.parallel.zero.plan_buffers import BufferDtypes, BufferPlan
+from framework.parallel.zero.buffer_plan import BufferDtypes, BufferPlan
 from framework.plan.context import ContextCost, MixerCost, Passes, attention_shapes
 from framework.plan.plan import Plan, unconnected
 from framework.plan.policies import count_forwards, spell

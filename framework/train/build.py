@@ -25,8 +25,8 @@ from framework.optim.qk_clip import QkClip, count_key_heads
 from framework.parallel.attention.attention import LogitMaxima
 from framework.parallel.parallelize import AttachedStage, attach
 from framework.parallel.pipeline.execute import ActivationSpec
+from framework.parallel.zero.buffer_plan import Home
 from framework.parallel.zero.buffers import UnitBuffer, make_buffers
-from framework.parallel.zero.lifetimes import Home
 from framework.parallel.zero.parameters import initialize_parameters, load_pretrained
 from framework.plan.plan import Plan
 from framework.plan.stage import PlannedStage

@@ -25,7 +25,7 @@ from framework.model.peft import add_adapters
 from framework.model.units import find_units
 from framework.optim.groups import learning_rate
 from framework.optim.states import LowBitStates
-from framework.parallel.zero.plan_buffers import BufferDtypes
+from framework.parallel.zero.buffer_plan import BufferDtypes
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.derive import derive
 from framework.recipe.plugins import import_plugins

@@ -161,7 +161,7 @@ def time_steps(
     microbatches = share(sequences, batch.sequences_per_microbatch, mesh)
     seconds = []
     for turn, speed in enumerate((FREE, FREE, rate)):  # the first step takes memory
-        before = read_traffic(mesh, between_nodes=True)
+        before = read_traffic(mesh.axes, between_nodes=True)
         barrier(mesh.axis("world"))
         started = time.perf_counter()
         with network(speed):
@@ -169,7 +169,7 @@ def time_steps(
         took = torch.tensor([time.perf_counter() - started])
         all_reduce(took, mesh.axis("world"), "max")
         seconds.append(took.item())
-    away = subtract_traffic(read_traffic(mesh, between_nodes=True), before)
+    away = subtract_traffic(read_traffic(mesh.axes, between_nodes=True), before)
     sent = sum(num_bytes for axis, each in away.items() if axis != "world" for _, num_bytes in each.values())
     run.close()
     mesh.close()

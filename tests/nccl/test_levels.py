@@ -173,9 +173,9 @@ def count_between_nodes(layout: Layout) -> list[tuple[int, int]]:
 
     def body(mesh: Mesh) -> tuple[int, int]:
         trained, batches = build_layout(layout, mesh)
-        before = read_traffic(mesh, between_nodes=True)
+        before = read_traffic(mesh.axes, between_nodes=True)
         train_step(trained, batches[0], 0, 1e-2)
-        sent = subtract_traffic(read_traffic(mesh, between_nodes=True), before)["shard"]
+        sent = subtract_traffic(read_traffic(mesh.axes, between_nodes=True), before)["shard"]
         return sent["all_gather"][1], sent["reduce_scatter"][1]
 
     with installed():

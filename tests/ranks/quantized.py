@@ -13,7 +13,7 @@ from torch import Tensor
 
 from framework.comm.codec import Wire
 from framework.comm.communicator import Communicator
-from framework.parallel.zero.plan_buffers import BufferPlan
+from framework.parallel.zero.buffer_plan import BufferPlan
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.schema import Launch, Recipe
 from framework.verify.evidence import IGNORE, Evidence, TokenBatch

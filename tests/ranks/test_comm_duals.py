@@ -96,9 +96,9 @@ def read_ledger(rank, world, rendezvous, name):
     (map_name, arguments), _, _, _ = PAIRS[name]
     mesh = connect_world(rank, world, rendezvous)
     x = torch.zeros(SHAPE, requires_grad=True)
-    before = read_traffic(mesh)
+    before = read_traffic(mesh.axes)
     getattr(duals, map_name)(x, mesh.axis("tp"), *arguments).sum().backward()
-    carried = subtract_traffic(read_traffic(mesh), before)
+    carried = subtract_traffic(read_traffic(mesh.axes), before)
     mesh.close()
     return carried
 

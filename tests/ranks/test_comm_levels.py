@@ -101,7 +101,7 @@ def count_what_leaves(rank, world, rendezvous, topology):
     collectives.all_gather(full, part, axis)
     collectives.start_reduce_scatter(part, full, axis, wire=BF16).wait()
     collectives.all_to_all(torch.empty(WORLD * ROWS[rank]), full, axis, [ROWS[rank]] * WORLD, ROWS)
-    sent, away = (read_traffic(mesh, between_nodes)["shard"] for between_nodes in (False, True))
+    sent, away = (read_traffic(mesh.axes, between_nodes)["shard"] for between_nodes in (False, True))
     mesh.close()
     totals = sum_traffic({"shard": sent}, {"shard": away})["shard"]
     assert totals["bytes_between_nodes"] == sum(num_bytes for _, num_bytes in away.values())

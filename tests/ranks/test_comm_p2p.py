@@ -33,7 +33,7 @@ def pass_along_a_line(rank, world, rendezvous, dtype):
         results.append(x)
     for pending in sent:
         pending.wait()
-    carried = read_traffic(mesh)["pp"]
+    carried = read_traffic(mesh.axes)["pp"]
     mesh.close()
     return results, carried
 

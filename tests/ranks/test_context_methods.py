@@ -275,11 +275,11 @@ def measure_traffic(
         with sabotage():
             attention = make_attention(mesh, layout, case.context)
             share = Share(draw(case, dtype), attention.slices)
-            readings = [read_traffic(mesh)]
+            readings = [read_traffic(mesh.axes)]
             out = share.attend(attention)
-            readings.append(read_traffic(mesh))
+            readings.append(read_traffic(mesh.axes))
             share.differentiate(out)
-            readings.append(read_traffic(mesh))
+            readings.append(read_traffic(mesh.axes))
         differences = (sum_traffic(subtract_traffic(after, before)) for before, after in pairwise(readings))
         found[name] = [{axis: sums["bytes"] for axis, sums in each.items()} for each in differences]
     mesh.close()

@@ -68,9 +68,9 @@ def measure_volume(
         mesh = connect(topology, CPU, f"{rendezvous}-{number}", rank)
         with route_evenly(), sabotage():
             run = build(make_plan(recipe, case.config), mesh)
-            before = read_traffic(mesh)
+            before = read_traffic(mesh.axes)
             train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3)
-            found[label] = subtract_traffic(read_traffic(mesh), before)["ep"]["all_to_all"]
+            found[label] = subtract_traffic(read_traffic(mesh.axes), before)["ep"]["all_to_all"]
         mesh.close()
     return found
 

@@ -64,9 +64,9 @@ def measure(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, tup
         mesh = connect(topology_of(recipe, case.config), CPU, f"{rendezvous}-{number}", rank)
         run = build(make_plan(recipe, case.config), mesh)
         allocated = measure_memory(run)
-        before = sum_traffic(read_traffic(mesh))
+        before = sum_traffic(read_traffic(mesh.axes))
         train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3)
-        after = sum_traffic(read_traffic(mesh))
+        after = sum_traffic(read_traffic(mesh.axes))
         sent = sum(after[axis].get("bytes", 0) - before[axis].get("bytes", 0) for axis in ("shard", "replica"))
         found[label] = allocated, sent
         mesh.close()
@@ -127,9 +127,9 @@ def measure_numbers(rank: int, world: int, rendezvous: str, recipe: Recipe) -> t
     case = Case("", family("llama"), {"": recipe})
     mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
     run = build(make_plan(recipe, case.config), mesh)
-    before = read_traffic(mesh)
+    before = read_traffic(mesh.axes)
     train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3)
-    sent = subtract_traffic(read_traffic(mesh), before)
+    sent = subtract_traffic(read_traffic(mesh.axes), before)
     mesh.close()
     return {axis: sent[axis] for axis in sent if axis not in ("shard", "replica")}, len(
         list(run.stages[0].model.model.parameters())
@@ -309,10 +309,10 @@ def observe_pipelines(rank: int, world: int, rendezvous: str, case: Case) -> dic
         run = build(make_plan(recipe, case.config), mesh)
         tokens = torch.randint(3, 97, (SEQUENCES, recipe.batch.context or 0))
         batch = replace(case.batches()[0], input_ids=tokens, labels=tokens)
-        before = sum_traffic(read_traffic(mesh))["pp"].get("bytes", 0)
+        before = sum_traffic(read_traffic(mesh.axes))["pp"].get("bytes", 0)
         with counting_saved_bytes({buffer.full.untyped_storage().data_ptr() for buffer in run.buffers}) as peak:
             train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3)
-        found[label] = peak[0], sum_traffic(read_traffic(mesh))["pp"]["bytes"] - before
+        found[label] = peak[0], sum_traffic(read_traffic(mesh.axes))["pp"]["bytes"] - before
         mesh.close()
     return found
 

@@ -46,9 +46,9 @@ def measure_volume(rank: int, world: int, rendezvous: str, case: Case) -> dict[s
             for label, recipe in layouts:
                 run = build(make_plan(recipe, case.config), mesh)
                 for step, batch in enumerate(batches):
-                    before = read_traffic(mesh)
+                    before = read_traffic(mesh.axes)
                     train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), step, 1e-3)
-                    sent = subtract_traffic(read_traffic(mesh), before)
+                    sent = subtract_traffic(read_traffic(mesh.axes), before)
                     found[f"{label}, step {step}"] = {axis: sent.get(axis, {}) for axis in ("shard", "replica")}
             mesh.close()
     return found

@@ -39,8 +39,8 @@ from framework.mesh.topology import SHARING_AXES
 from framework.model.adapters import has_adapter
 from framework.model.matmul import Matmul, MatmulLinear
 from framework.model.opaque_linear import linear
+from framework.parallel.zero.buffer_plan import Slot
 from framework.parallel.zero.buffers import DeferredGradients, GradientState, MainGradView, UnitBuffer
-from framework.parallel.zero.plan_buffers import Slot
 
 
 class _DirectLinear(torch.autograd.Function):

@@ -27,9 +27,8 @@ from framework.mesh.layout import Box, Layout
 from framework.model.adapters import MAGNITUDE, holds_transposed, is_adapter, measure_rows, weight_of
 from framework.model.initial import persistent_buffers
 from framework.model.weights import read_weights
+from framework.parallel.zero.buffer_plan import Home, Slot
 from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
-from framework.parallel.zero.lifetimes import Home
-from framework.parallel.zero.plan_buffers import Slot
 from framework.parallel.zero.row_codes import RowCodec, widen
 
 # Write a box's values to where this rank keeps them.
