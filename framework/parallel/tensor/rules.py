@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 
 from framework.model.units import CHANNEL_DELTA_RULE, CONVOLUTION, DELTA_RULE, STATE_OF_CHANNELS, STATE_OF_HEADS
 
-# Of the dim of a weight, as `partition` explains them.
+# Words for what lies along a dim of a weight: see `partition`.
 ARRANGEMENTS = (
     "", "pair", "triple", "heads", "kv_heads", "qkv", "per_head", "groups", "block_qvk",
     "linear_key_heads", "linear_value_heads", "linear_channels", "state_rows", "state_channels",
