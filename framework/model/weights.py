@@ -26,6 +26,7 @@ from framework.model.hub import GENERATION, copy_model
 from framework.model.load import is_part
 from framework.model.safetensors_files import (
     Assembly,
+    FilePosition,
     LazyFiles,
     assemble,
     dropped_on_save,
@@ -136,9 +137,7 @@ def write_weights(
         places = plan_files(partial, to_folder(model_meta.state_dict()), max_shard_bytes)
         written: set[str] = set()
         for unit in tensors:
-            for key, tensor in to_folder(unit).items():
-                places[key].write(tensor)
-                written.add(key)
+            written |= _write_places(places, to_folder(unit))
             del unit  # or it would live on while the iterator gathers the next one
         assert written == set(places), f"no unit holds {sorted(set(places) - written)}"
         _write_configs(partial, model_meta, dtype)
@@ -301,6 +300,12 @@ def _refuse_quantized(folder: Path) -> None:
             f"{folder} holds weights quantized by {quantization.get('quant_method', 'an unnamed method')}, which cannot "
             "be trained: give a bf16 folder of the model, or dequantize it with transformers and save that"
         )
+
+
+def _write_places(places: Mapping[str, FilePosition], tensors: Mapping[str, Tensor]) -> set[str]:
+    for key, tensor in tensors.items():
+        places[key].write(tensor)
+    return set(tensors)
 
 
 def _write_configs(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
