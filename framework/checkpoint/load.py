@@ -43,7 +43,7 @@ from framework.comm.communicator import Communicator
 from framework.comm.objects import broadcast_object, share_errors
 from framework.errors import EXIT_DONE, EXIT_USER, CheckpointError, StorageError
 from framework.lease import Lease
-from framework.mesh.box import Box
+from framework.mesh.layout import Box
 from framework.object_store import Place
 
 # Small enough that a block is still in the processor's cache when it is copied: 64 MiB cost twice the time.

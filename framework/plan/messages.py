@@ -37,16 +37,13 @@ from transformers import PreTrainedModel
 
 from framework.errors import ModelError
 from framework.mesh.token_layout import ContextSlices, TokenLayout
-from framework.model.expert_rows import Router, find_room
-from framework.model.experts import capacity_of, count_all_experts
+from framework.model.experts import Router, capacity_of, count_all_experts, find_room
 from framework.model.units import Unit
-from framework.parallel.attention.blocks import find_steps
-from framework.parallel.attention.key_values import KeyValues, count_portions, group_heads
+from framework.parallel.attention.blocks import KeyValues, count_portions, find_steps, group_heads
 from framework.parallel.attention.ulysses import share_heads
-from framework.parallel.experts.exchange import ROW_CODEC, packed_bytes
+from framework.parallel.experts.rows import ROW_CODEC, packed_bytes
 from framework.parallel.tensor.find_regions import find_regions
-from framework.parallel.tensor.heads import count_heads
-from framework.parallel.tensor.partition import FEATURES
+from framework.parallel.tensor.partition import FEATURES, count_heads
 from framework.parallel.tensor.split import NO_HEADS
 from framework.plan.candidate import Candidate
 from framework.plan.layer_widths import AttentionShape
