@@ -176,7 +176,7 @@ class LayerMessages:
         tokens = c.tokens / (1 if c.expert_tp == c.tp else c.tp)
         ways = self._travel(tokens, layer.experts)
         again = c.checkpointing != "none"
-        forward, backward = ([*map(sum, zip(*each, strict=True))] for each in (ways[:2], ways[2:]))
+        forward, backward = ([sum(of_hop, 0.0) for of_hop in zip(*each, strict=True)] for each in (ways[:2], ways[2:]))
         if self.settings.parallel.expert_overlap:
             late, late_back = self._late_of_halves(ways)
         else:

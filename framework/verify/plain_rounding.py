@@ -225,15 +225,15 @@ def round_rows_of_experts(model: PreTrainedModel) -> None:
 
 
 def _round_rows(experts: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return args[0] + (_round(args[0]) - args[0]).detach(), *args[1:]
+    return args[0] + (_round_row_numbers(args[0]) - args[0]).detach(), *args[1:]
 
 
 def _round_gradient(_experts: nn.Module, _args: tuple[Any, ...], out: Tensor) -> None:
     if out.requires_grad:
-        out.register_hook(_round)
+        out.register_hook(_round_row_numbers)
 
 
-def _round(x: Tensor) -> Tensor:
+def _round_row_numbers(x: Tensor) -> Tensor:
     """The numbers of fp8 codes of rows [T, H]."""
     rows, width = x.shape
     blocks = torch.arange(rows).unsqueeze(1) * (width // ROW_BLOCK + 1) + torch.arange(width) // ROW_BLOCK
