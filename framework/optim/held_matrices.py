@@ -128,9 +128,14 @@ class MatrixPart:
         """The global shape [a, b]."""
         return self.weight.form.block(self.weight.layout.shape)
 
-    def flops(self, steps: int) -> int:
-        """FLOPs of its orthogonalisation."""
-        return self.weight.form.flops(self.weight.layout.shape, steps)
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """The global shapes of the matrices in it."""
+        return self.weight.form.shapes(self.shape)
+
+    def flops(self, steps: int, ranks: int = 1) -> int:
+        """FLOPs of its orthogonalisation, of each of the ranks that share it."""
+        return self.weight.form.flops(self.weight.layout.shape, steps, ranks)
 
     def lengths(self, num_ranks: int, of_owners: bool) -> list[int]:
         """Numbers of its elements on so many ranks that hold the parts of its buffer, or own those of this rank's part."""

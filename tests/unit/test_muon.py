@@ -17,7 +17,8 @@ from framework.model.units import find_units
 from framework.optim.groups import group_trained
 from framework.optim.held_matrices import MatrixPart, OwnedValues
 from framework.optim.matrices import MatrixForm, count_flops, find_matrices
-from framework.optim.muon import assign_owners, group_matrices, orthogonalize, scale_of
+from framework.optim.muon import group_matrices, orthogonalize, scale_of
+from framework.optim.owners import assign_owners, measure_balance
 from framework.optim.update_rules import RuleOptimizer
 from framework.parallel.zero.plan_buffers import BufferPlan, Slot
 from framework.plan.plan import make_plan, unconnected
@@ -71,7 +72,7 @@ def test_iterations_in_bf16_are_torchs_within_their_rounding() -> None:
     optimizer = torch.optim.Muon([stock], lr=1.0, momentum=0.0, weight_decay=0.0, nesterov=False)
     stock.grad = matrix[1].clone()
     optimizer.step()
-    ours = orthogonalize(matrix.bfloat16(), 5)[1].float() * scale_of((48, 32), "original")
+    ours = orthogonalize(matrix.bfloat16().mT, 5)[1].mT.float() * scale_of((48, 32), "original")
     assert (ours + stock.detach()).norm() < 2e-2 * ours.norm()
 
 
@@ -267,10 +268,68 @@ def test_owners_have_equal_work(model: str) -> None:
     num_matrices, *ratios = BUSIEST[model]
     assert len(costs) == num_matrices
     for num_owners, expected in zip(OWNERS, ratios, strict=True):
-        loads = [0] * num_owners
-        for owner, cost in zip(assign_owners(costs, loads), costs, strict=True):
-            loads[owner] += cost
-        assert max(loads) * num_owners / sum(costs) == pytest.approx(expected, rel=0.02), num_owners
+        assert measure_balance(costs, None, num_owners) == pytest.approx(expected, rel=0.02), num_owners
+
+
+# Ranks that share a matrix where one each is not enough, by the number of ranks.
+SHARED = {"Llama 3.1 8B": {256: 2, 512: 4, 1024: 8}, "Llama 3.1 70B": {256: 2, 512: 4, 1024: 8}, "DeepSeek-V3": {}}
+
+
+@pytest.mark.parametrize("model", few_of(SHARED, lambda model: "V3" not in model))
+def test_ranks_of_a_node_that_share_matrices_have_equal_work(model: str) -> None:
+    matrices = MATRICES[model]
+    alone = sum(number * count_flops((a, b), 5) for number, a, b in matrices)
+    for num_owners in (1 << power for power in range(3, 11)):
+        for shared in (1, 2, 4, 8):
+            costs = [count_flops((a, b), 5, shared) for number, a, b in matrices for _ in range(number)]
+            balance = measure_balance(costs, None, num_owners, team=shared)
+            if balance <= 1.1:
+                break
+        assert balance <= 1.1
+        assert shared == SHARED[model].get(num_owners, 1)
+        # They do little twice.
+        assert shared * sum(costs) < 1.05 * alone
+
+
+def test_a_plan_shares_large_matrices_where_owners_have_few() -> None:
+    config = CONFIG_MAPPING["llama"](hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, vocab_size=64)
+    recipe = replace(small_recipe("bf16", 16, 1, 16, zero=Zero(stage=3)), optim=Optim(name="muon"))
+    for world, tp, stated, expected in ((16, 1, "auto", 2), (16, 2, "auto", 2), (4, 1, "auto", 1), (16, 1, 4, 4)):
+        batch = replace(recipe.batch, sequences_per_microbatch=16 * tp // world)
+        plan = make_plan(
+            replace(
+                recipe,
+                batch=batch,
+                parallel=Parallel(tp=tp),
+                launch=replace(recipe.launch, ranks=world),
+                optim=Optim(name="muon", muon=Muon(ranks_per_matrix=stated)),  # type: ignore[arg-type]
+            ),
+            config,
+        )
+        assert plan.topology.size("matrix") == expected
+        axes = [unconnected(plan.topology, rank) for rank in range(world)]
+        groups = [
+            group_matrices(
+                plan.of_rank(rank).buffers, plan.groups, axes[rank], plan.recipe.optim.muon, torch.device("meta")
+            )
+            for rank in range(world)
+        ]
+        loads = [of_rank[-1].loads[0] for of_rank in groups]
+        assert all(
+            loads[rank] == of_rank[-1].loads[0] and of_rank[-1].loads[peer - rank] == loads[peer]
+            for rank, of_rank in enumerate(groups)
+            for peer in range(world)
+        )
+        assert stated != "auto" or max(loads) * world / sum(loads) <= 1.1
+
+
+def test_ranks_that_share_a_matrix_hold_parts_of_it() -> None:
+    recipe = replace(small_recipe("fp32", 6, zero=Zero(stage=3)), optim=Optim(name="muon"))
+    recipe = replace(recipe, parallel=Parallel(tp=2))
+    for stated, is_refused in (("auto", False), (1, False), (2, False), (6, False), (3, True), (4, True)):
+        muon = Muon(ranks_per_matrix=stated)  # type: ignore[arg-type]
+        found = check_recipe(replace(recipe, optim=replace(recipe.optim, muon=muon)), {})
+        assert ("optim.muon.ranks_per_matrix" in {problem.key for problem in found}) is is_refused
 
 
 # Of a stage of DeepSeek-V3 with four layers, (number, rows, columns): attention; shared experts and routers.
