@@ -26,10 +26,9 @@ from framework.comm.collectives import all_gather, all_to_all
 from framework.comm.communicator import Communicator
 from framework.mesh.topology import Axis
 from framework.optim.groups import GroupAssignment, decay_rate
-from framework.optim.held_matrices import HeldWeight, OwnedValues, cut_slice, join_slices
 from framework.optim.matrices import SYMMETRIC_ROWS
 from framework.optim.optimizers import FlatOptimizer
-from framework.optim.owners import OwnerHop, add_loads, assign_owners
+from framework.optim.owners import HeldWeight, OwnedValues, OwnerHop, add_loads, assign_owners, cut_slice, join_slices
 from framework.optim.update_rules import FlatShard, ShardGroup
 from framework.parallel.zero.plan_buffers import BufferPlan, GroupSpan, Slot
 from framework.recipe.schema import Muon, Optim

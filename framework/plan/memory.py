@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from framework.optim.disk_chunks import DiskShard, DiskState, file_bytes, place_chunks, ring_bytes
+from framework.optim.disk_ring import DiskShard, DiskState, file_bytes, place_chunks, ring_bytes
 from framework.optim.states import MomentsDtype, count_state_bytes
 from framework.parallel.zero.lifetimes import Home
 from framework.parallel.zero.plan_buffers import BufferPlan, GroupSpan

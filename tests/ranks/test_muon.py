@@ -15,11 +15,10 @@ from framework.comm import ledger
 from framework.comm.connect import connect
 from framework.optim import muon
 from framework.optim.groups import GroupAssignment
-from framework.optim.held_matrices import MatrixPart
 from framework.optim.matrices import MatrixForm, find_matrices
 from framework.optim.muon import MuonOptimizer, orthogonalize
 from framework.optim.optimizers import FlatOptimizer
-from framework.optim.owners import OwnerHop
+from framework.optim.owners import MatrixPart, OwnerHop
 from framework.plan import plan as planning
 from framework.plan import shape
 from framework.plan.plan import make_plan

@@ -15,10 +15,9 @@ from framework.errors import ModelError, RecipeError
 from framework.model.load import build_meta
 from framework.model.units import find_units
 from framework.optim.groups import group_trained
-from framework.optim.held_matrices import MatrixPart, OwnedValues
 from framework.optim.matrices import MatrixForm, count_flops, find_matrices
 from framework.optim.muon import group_matrices, orthogonalize, scale_of
-from framework.optim.owners import assign_owners, measure_balance
+from framework.optim.owners import MatrixPart, OwnedValues, assign_owners, measure_balance
 from framework.optim.update_rules import RuleOptimizer
 from framework.parallel.zero.plan_buffers import BufferPlan, Slot
 from framework.plan.plan import make_plan, unconnected
