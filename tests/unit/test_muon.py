@@ -13,8 +13,9 @@ from transformers import CONFIG_MAPPING
 from framework.comm.connect import connect
 from framework.errors import ModelError, RecipeError
 from framework.model.load import build_meta
+from framework.model.shrink import shrink
 from framework.model.units import find_units
-from framework.optim.groups import group_trained
+from framework.optim.groups import group_trained, is_no_weight
 from framework.optim.matrices import MatrixForm, count_flops, find_matrices
 from framework.optim.muon import group_matrices, orthogonalize, scale_of
 from framework.optim.owners import MatrixPart, OwnedValues, assign_owners, measure_balance
@@ -27,7 +28,7 @@ from framework.recipe.schema import Adapter, Muon, Optim, Parallel, ParameterGro
 from framework.train.build import build
 from framework.verify.plain_optimizers import PlainMuon
 from framework.verify.plain_optimizers import find_matrices as find_plain_matrices
-from tests.families import build_config, family
+from tests.families import FAMILIES, RECURRENT, STATE_SPACES, STOCK_EXPERTS, build_config, family
 from tests.grid import few_of
 from tests.ranks.parity import small_recipe
 
@@ -196,6 +197,45 @@ def test_heads_that_nothing_tells_apart_are_refused(name: str, reason: str) -> N
         find_matrices(model, tuple(find_units(model)), {}, BY_HEADS)
 
 
+ORACLES = {each.name: each for each in (*FAMILIES, *STOCK_EXPERTS, *STATE_SPACES, *RECURRENT)}
+# Packed in ways of their own; and families that are none of those, in small copies.
+PACKED = (
+    "codegen",
+    "dbrx",
+    "falcon",
+    "falcon_grouped",
+    "gpt_bigcode",
+    "jamba",
+    "mpt",
+    "granitemoehybrid",
+    "llama4_text",
+)
+OTHERS = ("minimax", "modernbert-decoder", "moshi", "zamba2")
+
+
+@pytest.mark.parametrize("name", few_of([*ORACLES, *OTHERS], lambda name: name in PACKED))
+@pytest.mark.parametrize("heads", [False, True])
+def test_the_oracle_cuts_weights_as_a_run_does(name: str, heads: bool) -> None:
+    config = build_config(ORACLES[name]) if name in ORACLES else shrink(CONFIG_MAPPING[name]())
+    optim, model = Optim(name="muon", muon=Muon(heads=heads)), build_meta(config, "auto")
+    try:
+        forms = find_matrices(model, tuple(find_units(model)), {}, optim)
+    except ModelError as error:
+        assert heads, error  # noqa: PT017
+        return
+    oracle = find_plain_matrices(model, config, optim)
+    shapes = {each: tuple(model.get_parameter(each).shape) for each in forms}
+    forms = {each: form for each, form in forms.items() if not is_no_weight(each, shapes[each])}
+    assert oracle.keys() == forms.keys()
+    for each, form in forms.items():
+        *_, a, b = shapes[each]
+        numbers = torch.arange((a, b)[form.dim]).view((-1, 1) if form.dim == 0 else (1, -1))
+        pieces = [piece for block in numbers.chunk(form.blocks, form.dim) for piece in form.split(block)]
+        found = [(len(shapes[each]) - 2 + form.dim, sorted(piece.flatten().tolist())) for piece in pieces]
+        expected = [(dim, sorted(indices.tolist())) for dim, indices in oracle[each]]
+        assert len(found) == len(expected) == 1 or sorted(found) == sorted(expected), each
+
+
 @pytest.mark.parametrize(("name", "tp"), [("gpt2", 1), ("llama", 2), ("llama", 4)])
 def test_each_head_is_whole_on_a_rank_of_tp_and_has_its_owner_there(name: str, tp: int) -> None:
     settings, num_shards = replace(SETTINGS, heads=True), 3
@@ -293,7 +333,7 @@ def test_ranks_of_a_node_that_share_matrices_have_equal_work(model: str) -> None
 def test_a_plan_shares_large_matrices_where_owners_have_few() -> None:
     config = CONFIG_MAPPING["llama"](hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, vocab_size=64)
     recipe = replace(small_recipe("bf16", 16, 1, 16, zero=Zero(stage=3)), optim=Optim(name="muon"))
-    for world, tp, stated, expected in ((16, 1, "auto", 2), (16, 2, "auto", 2), (4, 1, "auto", 1), (16, 1, 4, 4)):
+    for world, tp, stated, expected in ((16, 1, "auto", 4), (16, 2, "auto", 4), (2, 1, "auto", 1), (16, 1, 2, 2)):
         batch = replace(recipe.batch, sequences_per_microbatch=16 * tp // world)
         plan = make_plan(
             replace(
