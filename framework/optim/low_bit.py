@@ -1,13 +1,8 @@
-"""Numbers in few bits, for optimizer states and values: random words, roundings to bf16 and codes of 8 bits, in passes of torch's
-operations, or on CUDA of kernels that read and write each element once.
+"""Numbers in few bits, for optimizer states and values: random words of elements, stochastic roundings to bf16, and codes of 8
+bits in blocks. `bit_kernels` makes passes of them.
 
-    draw          random words of elements, each a hash of (key, number of the element in its parameter)
-    round         fp32 -> bf16, stochastically
-    encode        fp32 -> codes of 8 bits and exponents of blocks, stochastically
-    decode        codes and exponents -> fp32
-
-All is integer arithmetic: equal bit for bit in every layout and chunk, on any machine, in both forms. A word has 32 bits: `shift`
-says which 16 of them a rounding takes.
+All is integer arithmetic: equal bit for bit in every layout and chunk, on any machine. The random bits of an element are a hash
+of (key, number of the element in its parameter), wherever it lies.
 
 Stochastic rounding keeps sums of many small steps right on average. To nearest, a bf16 number stays where it is while each step
 adds less than half of its spacing, 1/512 to 1/256 of it:
@@ -36,12 +31,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from framework.comm.fused import Fused
 from framework.mesh.box import Box
 
 # Elements that share an exponent, of a byte. With 256, updates of a small Llama's embedding were off by 15% instead of 2%: where
@@ -224,55 +217,3 @@ def decode(codes: Tensor, exponents: Tensor, kind: CodeRange) -> Tensor:
 def _is_negative(numbers: Tensor) -> Tensor:
     """All bits set where a number is below zero, else none: int32. `torch.where` takes 20 times as long."""
     return numbers >> 31
-
-
-class TorchBits:
-    """Passes over flat tensors of one device, by torch's operations."""
-
-    def draw(self, key: Key, boxes: Sequence[Box], shape: Sequence[int], out: Tensor) -> None:
-        """`draw_bits`."""
-        draw_bits(key, boxes, shape, out)
-
-    def round(self, values: Tensor, bits: Tensor, shift: int, out: Tensor) -> None:
-        """Round `values`, fp32 [n], to `out`, bf16 [n], by the 16 of `bits`, int32 [n], that `shift` leaves lowest."""
-        out.copy_(round_to_bf16(values, bits >> shift if shift else bits))
-
-    def encode(
-        self, values: Tensor, bits: Tensor, shift: int, codes: Tensor, exponents: Tensor, kind: CodeRange
-    ) -> None:
-        """Write the codes of `values`, fp32 [blocks * BLOCK], rounded as above, and the exponents of their blocks."""
-        encode(values, bits >> shift if shift else bits, codes, exponents, kind)
-
-    def decode(self, codes: Tensor, exponents: Tensor, kind: CodeRange, out: Tensor) -> None:
-        """Write the numbers of codes to `out` [blocks * BLOCK]."""
-        out.copy_(decode(codes, exponents, kind))
-
-
-def _load_triton() -> Any:
-    from framework.optim.triton_bits import TritonBits
-
-    return TritonBits()
-
-
-def _compute_example(kernel: TorchBits, device: torch.device) -> list[Tensor]:
-    """Words of a slice of a stack; codes, numbers and roundings of values over 40 octaves, with zeros among them."""
-    box, shape = Box((3, 1, 5), (4, 48, 5)), (1 << 20, 50, 70)
-    words = torch.empty(box.numel, dtype=torch.int32, device=device)
-    kernel.draw((7, "moments", 3, "w"), [box], shape, words)
-    generator = torch.Generator().manual_seed(0)
-    values = torch.exp2(-40 * torch.rand(box.numel, generator=generator)) * torch.randn(box.numel, generator=generator)
-    values = values.masked_fill(torch.rand(box.numel, generator=generator) < 0.1, 0).to(device)
-    rounded = torch.empty(box.numel, dtype=torch.bfloat16, device=device)
-    kernel.round(values, words, ROUNDING_BITS, rounded)
-    found = [words, rounded]
-    for kind, each in ((SIGNED, values), (UNSIGNED, values.abs())):
-        codes = torch.empty(box.numel, dtype=kind.dtype, device=device)
-        exponents = torch.empty(box.numel // BLOCK, dtype=torch.uint8, device=device)
-        numbers = torch.empty(box.numel, device=device)
-        kernel.encode(each, words, 0, codes, exponents, kind)
-        kernel.decode(codes, exponents, kind, numbers)
-        found += [codes, exponents, numbers]
-    return found
-
-
-BITS = Fused("optimizer states in few bits", TorchBits(), _load_triton, _compute_example, is_exact=True)

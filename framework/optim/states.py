@@ -26,7 +26,8 @@ from torch import Tensor
 
 from framework.mesh.box import Box
 from framework.mesh.layout import Run
-from framework.optim.low_bit import BITS, BLOCK, ROUNDING_BITS, SIGNED, UNSIGNED, is_needed
+from framework.optim.bit_kernels import BITS
+from framework.optim.low_bit import BLOCK, ROUNDING_BITS, SIGNED, UNSIGNED, is_needed
 from framework.optim.update_rules import FlatShard
 
 MomentsDtype = Literal["fp32", "bf16", "int8"]

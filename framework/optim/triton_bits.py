@@ -109,7 +109,7 @@ def _decode_blocks(
 
 
 class TritonBits:
-    """`optim.low_bit.TorchBits` in Triton."""
+    """`optim.bit_kernels.TorchBits` in Triton."""
 
     def draw(self, key: Key, boxes: Sequence[Box], shape: Sequence[int], out: Tensor) -> None:
         strides, start = find_strides(shape), 0

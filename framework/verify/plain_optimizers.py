@@ -107,7 +107,7 @@ def _read_signs(before: Tensor, after: Tensor, group: Mapping[str, float], other
 Pieces = list[tuple[int, Tensor]]
 # Projections of queries, keys and values in one.
 FUSED = ("qkv_proj", "c_attn", "Wqkv", "query_key_value")
-# Of gates and what they gate, in halves; fc1 is moshi's.
+# Projections to gates and to what they gate, in halves.
 IN_HALVES = ("gate_up_proj", "Wi", "input_linear")
 # Families of which tensor parallelism knows too little: their weights are matrices as they are.
 WHOLE = ("minimax", "zamba2")

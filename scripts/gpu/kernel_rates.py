@@ -22,7 +22,8 @@ from framework.comm.fused import Fused
 from framework.mesh.box import Box
 from framework.model.loss import LARGEST_FUSED_CHUNK, LOSS, LocalSums, TorchLoss
 from framework.model.matmul import accumulate_matmul
-from framework.optim.low_bit import BITS, BLOCK, UNSIGNED, TorchBits, decode, encode, round_to_bf16
+from framework.optim.bit_kernels import BITS, TorchBits
+from framework.optim.low_bit import BLOCK, UNSIGNED, decode, encode, round_to_bf16
 from framework.optim.states import CHUNK_DEVICE
 from framework.parallel.zero.replicas import BitHash
 

@@ -5,7 +5,7 @@ import torch
 
 from framework.model.loss import LOSS
 from framework.model.matmul import accumulate_matmul
-from framework.optim.low_bit import BITS
+from framework.optim.bit_kernels import BITS
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from framework.comm.connect import connect
-from framework.optim.low_bit import TorchBits
+from framework.optim.bit_kernels import TorchBits
 from framework.parallel.zero.replicas import find_drift
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Parallel, Pipeline, Precision, Recipe, Zero

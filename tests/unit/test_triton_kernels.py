@@ -27,7 +27,8 @@ from framework.model.chunked_loss import ChunkedLoss
 from framework.model.fp8 import CASTS, E4M3, E5M2, Fp8Matmul, TorchCast, quantize
 from framework.model.logit_map import LogitMap
 from framework.model.loss import IGNORE, LOSS, TokenLoss, TorchLoss, token_loss
-from framework.optim.low_bit import BITS, WORD_BITS, TorchBits
+from framework.optim.bit_kernels import BITS, TorchBits
+from framework.optim.low_bit import WORD_BITS
 from framework.optim.optimizers import FlatOptimizer, state_names
 from framework.optim.states import MomentsDtype
 from framework.optim.update_rules import FlatShard, ShardGroup
