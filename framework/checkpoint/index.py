@@ -34,8 +34,7 @@ import xxhash
 from framework.checkpoint.blocks import BlockCache, BlockFile, DamagedCheckpoint
 from framework.checkpoint.storage import sizes_in
 from framework.errors import CheckpointError
-from framework.mesh.box import Box
-from framework.mesh.layout import Layout, Shard
+from framework.mesh.layout import Box, Layout, Shard
 from framework.object_store import Place, read
 
 FORMAT = 2
@@ -81,6 +80,11 @@ class EntryRecord:
         import torch  # numpy has no bf16. Commands that only list checkpoints, as `status` does, need not wait for torch
 
         return int(getattr(torch, self.dtype).itemsize)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all its elements."""
+        return prod(self.shape) * self.itemsize
 
 
 @dataclass(frozen=True)

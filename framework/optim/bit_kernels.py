@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from framework.comm.fused import Fused
-from framework.mesh.box import Box
+from framework.mesh.layout import Box
 from framework.optim import low_bit
 from framework.optim.low_bit import BLOCK, ROUNDING_BITS, SIGNED, UNSIGNED, CodeRange, Key, draw_bits, round_to_bf16
 

@@ -35,7 +35,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from framework.mesh.box import Box
+from framework.mesh.layout import Box
 
 # Elements that share an exponent, of a byte. With 256, updates of a small Llama's embedding were off by 15% instead of 2%: where
 # two rows share a block, one may be of a token a thousand times as frequent as the other's.

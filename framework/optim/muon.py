@@ -30,7 +30,7 @@ from framework.optim.matrices import SYMMETRIC_ROWS
 from framework.optim.optimizers import FlatOptimizer
 from framework.optim.owners import HeldWeight, OwnedValues, OwnerHop, add_loads, assign_owners, cut_slice, join_slices
 from framework.optim.update_rules import FlatShard, ShardGroup
-from framework.parallel.zero.plan_buffers import BufferPlan, GroupSpan, Slot
+from framework.parallel.zero.buffer_plan import BufferPlan, GroupSpan, Slot
 from framework.recipe.schema import Muon, Optim
 
 # Coefficients of the quintic iteration, those of torch.optim.Muon: the slope at zero is as large as it can be.

@@ -20,7 +20,7 @@ from framework.comm.collectives import all_to_all
 from framework.comm.communicator import Communicator
 from framework.mesh.layout import Layout
 from framework.optim.matrices import MatrixForm
-from framework.parallel.zero.plan_buffers import BufferPlan
+from framework.parallel.zero.buffer_plan import BufferPlan
 
 
 @dataclass(frozen=True)

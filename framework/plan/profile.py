@@ -31,7 +31,7 @@ EAGER_ROPE = Kernels(9, 9, 10)
 # silu(gate) and its product with up, in passes over the features between the mlp's matmuls.
 EAGER_ACTIVATION = Kernels(5, 5, 2)
 RESIDUAL = Kernels(3, 3, 1)
-# A block's part of attention's outputs, taken in by weights of each query (parallel/attention/merge.py).
+# A block's part of attention's outputs, taken in by weights of each query (parallel/attention/passes.py).
 MERGE = Kernels(3, 3, 4)
 # The biases of a row's expert, taken by its number and added (parallel/experts/dispatch.py).
 EXPERT_BIAS = Kernels(4, 4, 2)
@@ -128,8 +128,6 @@ ATTENTION_BACKWARD, BACKWARD_PASSES = 2.5, 2.0
 NCCL_STOLEN = 16 / 132
 OURS = Profile("meshwright", stolen=NCCL_STOLEN)
 OURS_ON_GPUS = replace(OURS, loss=FUSED_LOSS, loss_gradient=FUSED_LOSS_GRADIENT, cast=FUSED_CAST)
-
-
 # A scan in chunks of states of 64 takes as long as FlashAttention-2 over 2,048 tokens (Dao and Gu 2024, Mamba-2, section 9.3): a
 # FLOP of the one (33,000 of a token and head of 64) as long as eight of the other (262,000).
 SCAN_FLOPS, SCAN_SHAPE = 8.0, (2048, 64)

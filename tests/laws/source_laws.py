@@ -42,11 +42,8 @@ FLOOR_OF_ROOM = {room: floor for floor, rooms in enumerate(FLOORS) for room in r
 ORACLE = (
     "oracle",
     "plain",
-    "plain_adapters",
-    "plain_codes",
     "plain_optimizers",
-    "plain_preferences",
-    "plain_stability",
+    "plain_rounding",
     "evidence",
     "compare",
 )
@@ -67,7 +64,7 @@ MUTATING_METHODS = {
 
 @dataclass(frozen=True)
 class Source:
-    """One file: its path relative to the package folder, such as `mesh/box.py`, and its text."""
+    """One file: its path relative to the package folder, such as `mesh/layout.py`, and its text."""
 
     path: str
     text: str

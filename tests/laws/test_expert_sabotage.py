@@ -18,10 +18,10 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeMLP
 from framework.comm import duals
 from framework.comm.collectives import Pending
 from framework.comm.communicator import Communicator
-from framework.parallel.experts import dispatch, exchange, halves, route, rows
+from framework.parallel.experts import dispatch, halves, route, rows
 from framework.parallel.experts.dispatch import ExpertDispatch
-from framework.parallel.experts.exchange import RowExchange
 from framework.parallel.experts.route import DispatchedRows, Hop
+from framework.parallel.experts.rows import RowExchange
 from framework.parallel.zero import gradients
 from framework.parallel.zero.buffers import GradientState, MainGradView, UnitBuffer
 from framework.recipe.schema import Parallel, Zero
@@ -283,9 +283,9 @@ def weigh_on_both_sides() -> AbstractContextManager[Any]:
 
 def weigh_by_another_row() -> AbstractContextManager[Any]:
     """Beside a row stand the weights of its neighbour."""
-    pack = exchange._pack
+    pack = rows._pack
     return patch.object(
-        exchange, "_pack", lambda columns: pack([each.roll(int(number == 1), 0) for number, each in enumerate(columns)])
+        rows, "_pack", lambda columns: pack([each.roll(int(number == 1), 0) for number, each in enumerate(columns)])
     )
 
 

@@ -32,8 +32,7 @@ from framework.model.experts import find_experts
 from framework.parallel.experts.dispatch import ExpertDispatch
 from framework.parallel.tensor.borders import AsyncBorder, ShardedBorder
 from framework.parallel.tensor.layers import ColumnLinear
-from framework.plan.plan import make_plan
-from framework.plan.stage import PlannedStage
+from framework.plan.plan import PlannedStage, make_plan
 from framework.recipe.schema import Memory, Model, Parallel, Recipe, Zero
 from framework.train.build import build
 from framework.train.step import train_step
@@ -309,7 +308,7 @@ def test_the_comparison_sees_weight_gradients_that_a_border_loses(pool: RankPool
 
 def train_with_lost_slots(rank: int, world: int, rendezvous: str, *case: Any) -> Any:
     """Body: `train` with the planted bug."""
-    with patch("framework.parallel.tensor.opaque_borders.write_weight_gradient", loses_slots):
+    with patch("framework.parallel.tensor.borders.write_weight_gradient", loses_slots):
         return train(rank, world, rendezvous, *case)
 
 

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from framework.comm import ledger
+from framework.comm.communicator import read_traffic, subtract_traffic
 from framework.comm.connect import connect
 from framework.model.routers import RoutedTokens
+from framework.plan.forecast_plan import measure_leaving, sent_over_hops
 from framework.plan.plan import make_plan
-from framework.plan.traffic import measure_leaving, sent_over_hops
 from framework.recipe.derive import derive
 from framework.recipe.schema import Memory, Parallel, Recipe
 from framework.train.build import build
@@ -68,9 +68,9 @@ def measure_volume(
         mesh = connect(topology, CPU, f"{rendezvous}-{number}", rank)
         with route_evenly(), sabotage():
             run = build(make_plan(recipe, case.config), mesh)
-            before = ledger.snapshot(mesh)
+            before = read_traffic(mesh.axes)
             train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3)
-            found[label] = ledger.difference(ledger.snapshot(mesh), before)["ep"]["all_to_all"]
+            found[label] = subtract_traffic(read_traffic(mesh.axes), before)["ep"]["all_to_all"]
         mesh.close()
     return found
 

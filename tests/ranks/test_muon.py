@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.comm import ledger
+from framework.comm.communicator import read_traffic, subtract_traffic
 from framework.comm.connect import connect
 from framework.optim import muon
 from framework.optim.groups import GroupAssignment
@@ -21,8 +21,8 @@ from framework.optim.optimizers import FlatOptimizer
 from framework.optim.owners import MatrixPart, OwnerHop
 from framework.plan import plan as planning
 from framework.plan import shape
+from framework.plan.forecast_plan import measure_traffic
 from framework.plan.plan import make_plan
-from framework.plan.traffic import measure_traffic
 from framework.recipe.schema import Muon, Optim, Parallel, ParameterGroup, Recipe, Zero
 from framework.train.build import build
 from framework.train.state import RunState, restore, saved_entries
@@ -336,9 +336,9 @@ def measure_sent(rank: int, world: int, rendezvous: str, case: Case) -> tuple[in
     """Body: bytes that this rank has sent in the all-to-alls of a step, and those of theory."""
     recipe, plan = case.recipe, make_plan(case.recipe, case.config)
     mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
-    before = ledger.snapshot(mesh)
+    before = read_traffic(mesh.axes)
     train_step(build(plan, mesh), share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3)
-    sent = ledger.difference(ledger.snapshot(mesh), before)
+    sent = subtract_traffic(read_traffic(mesh.axes), before)
     mesh.close()
     bytes_sent = sum(kinds["all_to_all"][1] for kinds in sent.values() if "all_to_all" in kinds)
     rows = sent.get("matrix", {}).get("all_gather", (0, 0))[1]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from framework.mesh.box import Box
+from framework.mesh.layout import Box
 from framework.model.experts import count_experts, find_experts
 from framework.model.load import build_meta, kept_in_fp32
 from framework.optim.groups import group_parameters, learning_rate
@@ -14,8 +14,8 @@ from framework.verify.compare import compare_initial
 from framework.verify.evidence import keep_double, separate
 from framework.verify.layout import initial_weights
 from framework.verify.oracle import _stock_model
-from framework.verify.plain import draw_words
 from framework.verify.plain import find_experts as find_plain_experts
+from framework.verify.plain_rounding import draw_words
 from tests.families import FAMILIES, Family, build_config, family, is_kind, skip_without_initial_values
 from tests.grid import few_of
 from tests.ranks.parity import CPU, Case, run_cases, small_recipe, worst_error

@@ -40,10 +40,9 @@ from framework.comm.codec import BlockCodec
 from framework.comm.collectives import all_to_all
 from framework.comm.communicator import Communicator
 from framework.comm.transfer import AsyncHostCopy
-from framework.model.expert_rows import Room, Router, find_room
+from framework.model.experts import Room, Router, find_room
 from framework.model.matmul import RowGroups
-from framework.parallel.experts.exchange import RowExchange
-from framework.parallel.experts.rows import add_up, combine, invert, permute, spread
+from framework.parallel.experts.rows import RowExchange, add_up, combine, invert, permute, spread
 
 
 @dataclass(frozen=True)
