@@ -310,14 +310,10 @@ MOST_SHOWN = 8
 
 
 def inspect_command(path: Place) -> int:
-    """Print the checkpoint or the token store at `path` and verify every byte of it; for a run directory, its newest checkpoint.
+    """Print the checkpoint at `path` and verify every byte of it; for a run directory, its newest checkpoint.
 
-    Returns 0, or 86 if something is damaged. Raises CheckpointError if there is neither.
+    Returns 0, or 86 if something is damaged. Raises CheckpointError if there is none.
     """
-    if (path / "store.json").exists():
-        from framework.commands.inspect import inspect_store
-
-        return inspect_store(path)
     path = find_checkpoint(path)
     manifest = read_manifest(path)
     print("\n".join(describe(path, manifest)))

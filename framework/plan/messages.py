@@ -295,15 +295,16 @@ def rows_of_token(c: Candidate, recipe: Recipe, router: Router, nodes: int, rank
 @dataclass(frozen=True)
 class HopBytes:
     """Bytes of a token over one hop, the rank's own part included: in forward to its experts and back; in backward the gradient
-    of what came back, which takes as many bytes, and that of what was sent."""
+    of what came back, and that of what was sent."""
 
     there: Fraction = Fraction(0)
     back: Fraction = Fraction(0)
-    gradient: Fraction = Fraction(0)
+    gradient_there: Fraction = Fraction(0)
+    gradient_back: Fraction = Fraction(0)
 
     def all_of(self, forwards: int) -> Fraction:
         """Sum of so many forwards and a backward."""
-        return forwards * (self.there + self.back) + self.back + self.gradient
+        return forwards * (self.there + self.back) + self.gradient_there + self.gradient_back
 
 
 @dataclass(frozen=True)
@@ -317,13 +318,13 @@ class TokenHops:
     width: int
     itemsize: int
     narrows: bool = False
-    """Whether rows go to experts as fp8 codes (parallel.expert_dispatch)."""
+    """Whether rows go to experts, and gradients to other nodes, as fp8 codes (parallel.expert_dispatch)."""
     rows: tuple[Fraction, Fraction] | None = None
     """`rows_of_token`; None: of an even router."""
 
     @property
     def _row(self) -> int:
-        """Bytes of hidden states on their way to experts."""
+        """Bytes of hidden states on their way to experts, and of their results' gradient between nodes."""
         return ROW_CODEC.message_bytes(self.width) if self.narrows else self.width * self.itemsize
 
     @property
@@ -336,7 +337,10 @@ class TokenHops:
         # Weights travel as they are multiplied, in fp32 or wider.
         weights, ids = self.router.top_k * max(self.itemsize, 4), self.router.top_k * INDEX_BYTES
         return HopBytes(
-            rows * packed_bytes([self._row, weights, ids]), rows * hidden, rows * packed_bytes([hidden, weights])
+            rows * packed_bytes([self._row, weights, ids]),
+            rows * hidden,
+            rows * self._row,
+            rows * packed_bytes([hidden, weights]),
         )
 
     @property
@@ -346,7 +350,7 @@ class TokenHops:
             return HopBytes()
         rows = Fraction(self.router.top_k if self.rows is None else self.rows[1])
         hidden = rows * self.width * self.itemsize
-        return HopBytes(rows * self._row, hidden, hidden)
+        return HopBytes(rows * self._row, hidden, hidden, hidden)
 
     def sent(self, tokens: Fraction, forwards: int, parts: int) -> tuple[int, int]:
         """Bytes that a rank with so many tokens sends over the outer and the inner hop, numbers of rows included."""

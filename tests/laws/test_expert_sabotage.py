@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeMLP
 
 from framework.comm import duals
+from framework.comm.codec import BlockCodec
 from framework.comm.collectives import Pending
 from framework.comm.communicator import Communicator
 from framework.parallel.experts import dispatch, halves, route, rows
@@ -310,6 +311,24 @@ def send_codes_alone_to_others() -> AbstractContextManager[Any]:
     return patch.multiple(RowExchange, send=remember, receive=keep)
 
 
+def round_gradients_that_cross_alone() -> AbstractContextManager[Any]:
+    """A gradient for this node's own experts is exact, as no message needs its codes."""
+    return patch.object(route, "round_gradient", lambda y, codec: y)
+
+
+def read_gradients_by_scales_of_another_row() -> AbstractContextManager[Any]:
+    """Scales of the gradients that have crossed are one row off."""
+    wait = RowExchange._wait
+
+    def shifted(self: RowExchange, forms: Sequence[Any], codec: BlockCodec | None) -> list[Tensor]:
+        if codec is not None and codec is self.gradient_codec and self._message is not None:
+            scales, _ = codec.split(self._message, forms[0][0])
+            scales.copy_(scales.roll(1, 0))
+        return wait(self, forms, codec)
+
+    return patch.object(RowExchange, "_wait", shifted)
+
+
 def lose_the_gradient_of_weights() -> AbstractContextManager[Any]:
     """The gradient of weights that have crossed stays where it is, and routers learn from their own node alone."""
     receive = RowExchange.receive_gradients
@@ -387,6 +406,8 @@ SABOTAGES: tuple[tuple[Sabotage, str, str], ...] = (
     (weigh_by_another_row, "two nodes", "loss"),
     (lose_the_gradient_of_weights, "two nodes", GRADIENT),
     (send_codes_alone_to_others, "codes", GRADIENT),
+    (round_gradients_that_cross_alone, "codes", GRADIENT),
+    (read_gradients_by_scales_of_another_row, "codes", GRADIENT),
     (begin_each_buffer_with_the_first_pairs, "padded buffers", "loss"),
     (take_padding_for_rows, "padded buffers", "loss"),
     (leave_replicas_of_experts_alone, "replicas of experts", GRADIENT),

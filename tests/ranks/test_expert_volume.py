@@ -180,7 +180,8 @@ def expect_crossing(recipe: Recipe) -> int:
     # A scale, the codes, and what fills them up to 8 bytes. Beside each row weights in fp32 and numbers of experts, in backward
     # the gradient of weights.
     there = 4 + HIDDEN + 4 if recipe.parallel.expert_dispatch == "fp8" else row
-    legs = forwards * (there + 16 + row) + row + row + 8
+    gradient = 4 + HIDDEN if recipe.parallel.expert_dispatch == "fp8" else row  # alone in its message
+    legs = forwards * (there + 16 + row) + gradient + row + 8
     rows = 36 * 5 // 6 if recipe.parallel.expert_padding is None else 33
     return LAYERS * (rows * legs + forwards * parts * 8 * (1 + 2))
 

@@ -24,8 +24,9 @@ experts. Gradients go back in one message in the same way, in the dtypes of what
 
     message    [ column 0 | column 1 | ... ] of each row: bytes, every column from a multiple of 8 on; a single column as it is
 
-Hidden states may travel as codes (`codec`): then those of every row are rounded, a rank's own too, so that no result depends on
-where an expert is. Gradients are not: what backward reads is the exact gradient of the rounded rows.
+Column 0 may travel as codes (`codec`): hidden states to experts, whose every row is then rounded, a rank's own too, so that no
+result depends on where an expert is; and gradients of results between nodes, of which every one is rounded (`round_gradient`).
+What is summed travels as it is: results, and the gradient of what was sent, which is the exact one of the rounded rows.
 """
 
 from collections.abc import Sequence
@@ -149,13 +150,20 @@ def packed_bytes(columns: Sequence[int]) -> int:
 
 
 class RowExchange:
-    """One all-to-all of rows over `axis`, and its gradient's. sent, received: rows for each rank and from each rank. codec: of
-    column 0 in forward, None: it travels as it is. Over an axis of size 1 columns stay what they are."""
+    """One all-to-all of rows over `axis`, and its gradient's. sent, received: rows for each rank and from each rank. codec,
+    gradient_codec: of column 0 in forward and in backward, None: it travels as it is. Over an axis of size 1 columns stay what
+    they are."""
 
     def __init__(
-        self, axis: Communicator, sent: Sequence[int], received: Sequence[int], codec: BlockCodec | None = None
+        self,
+        axis: Communicator,
+        sent: Sequence[int],
+        received: Sequence[int],
+        codec: BlockCodec | None = None,
+        gradient_codec: BlockCodec | None = None,
     ):
-        self.axis, self.sent, self.received, self.codec = axis, sent, received, codec
+        self.axis, self.sent, self.received = axis, sent, received
+        self.codec, self.gradient_codec = codec, gradient_codec
         self.pending = Pending()
         self._message: Tensor | None = None
         # (features, dtype) of columns.
@@ -169,34 +177,28 @@ class RowExchange:
         """Wait for the rows, [sum(received), ...] of each column. columns: what `depart` returned."""
         return columns if self.axis.size == 1 else _Arrive.apply(self, *columns)
 
-    def back(self) -> "RowExchange":
-        """The exchange of as many rows in the other direction, without codes."""
-        return RowExchange(self.axis, self.received, self.sent)
+    def back(self, gradient_codec: BlockCodec | None = None) -> "RowExchange":
+        """The exchange of as many rows in the other direction, of results."""
+        return RowExchange(self.axis, self.received, self.sent, None, gradient_codec)
 
     def send(self, columns: Sequence[Tensor]) -> None:
         """Start the message of forward."""
         self._forms = _forms_of(columns)
-        first = columns[0] if self.codec is None else self.codec.encode(columns[0])
-        self._start([first, *columns[1:]], self.sent, self.received, "rows of experts")
+        self._start(columns, self.codec, self.sent, self.received, "rows of experts")
 
     def receive(self) -> list[Tensor]:
         """Wait for it: [sum(received), ...] of each column."""
-        if self.codec is None:
-            return self._wait(self._forms)
-        width, dtype = self._forms[0]
-        codes, *others = self._wait([(self.codec.message_bytes(width), torch.uint8), *self._forms[1:]])
-        rows = codes.new_empty(len(codes), width, dtype=dtype)
-        self.codec.decode(codes, rows)
-        return [rows, *others]
+        return self._wait(self._forms, self.codec)
 
     def send_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Start the message of backward, [sum(received), ...] of each column; integers have no gradient, and are left out."""
         floating = [each for each, (_, dtype) in zip(gradients, self._forms, strict=True) if dtype.is_floating_point]
-        self._start(floating, self.received, self.sent, "gradient of rows of experts")
+        self._start(floating, self.gradient_codec, self.received, self.sent, "gradient of rows of experts")
 
     def receive_gradients(self) -> list[Tensor | None]:
         """Wait for it: [sum(sent), ...] of each column, None of integers."""
-        arrived = iter(self._wait([form for form in self._forms if form[1].is_floating_point]))
+        forms = [form for form in self._forms if form[1].is_floating_point]
+        arrived = iter(self._wait(forms, self.gradient_codec))
         return [next(arrived) if dtype.is_floating_point else None for _, dtype in self._forms]
 
     def stand_ins(self) -> tuple[Tensor, ...]:
@@ -207,17 +209,31 @@ class RowExchange:
             torch.empty_strided((rows, width), (0, 0), dtype=dtype, device=device) for width, dtype in self._forms
         )
 
-    def _start(self, columns: Sequence[Tensor], sent: Sequence[int], received: Sequence[int], label: str) -> None:
-        message = _pack(columns)
+    def _start(
+        self,
+        columns: Sequence[Tensor],
+        codec: BlockCodec | None,
+        sent: Sequence[int],
+        received: Sequence[int],
+        label: str,
+    ) -> None:
+        first = columns[0] if codec is None else codec.encode(columns[0])
+        message = _pack([first, *columns[1:]])
         # Kept here and not in autograd's graph: the wait belongs to another node of it.
         self._message = message.new_empty(sum(received), message.shape[1])
         self.pending = start_all_to_all(self._message, message, self.axis, received, sent, label)
 
-    def _wait(self, forms: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+    def _wait(self, forms: Sequence[tuple[int, torch.dtype]], codec: BlockCodec | None) -> list[Tensor]:
         assert self._message is not None, "rows that have not departed"
         message, self._message = self._message, None
         self.pending.wait()
-        return _unpack(message, forms)
+        if codec is None:
+            return _unpack(message, forms)
+        width, dtype = forms[0]
+        codes, *others = _unpack(message, [(codec.message_bytes(width), torch.uint8), *forms[1:]])
+        rows = codes.new_empty(len(codes), width, dtype=dtype)
+        codec.decode(codes, rows)
+        return [rows, *others]
 
 
 class _Depart(torch.autograd.Function):
@@ -244,6 +260,17 @@ class _Arrive(torch.autograd.Function):
         ctx.transfer.send_gradients(gradients)
         # Stand in for gradients of what has departed, which nobody reads: `_Depart.backward` has the real ones.
         return None, *gradients
+
+
+def round_gradient(y: Tensor, codec: BlockCodec | None) -> Tensor:
+    """y, of any shape, whose gradient is rounded as rows of codes are; None: y as it is."""
+    return y if codec is None else linear(y, Tensor.detach, partial(_round, codec=codec))
+
+
+def _round(x: Tensor, codec: BlockCodec) -> Tensor:
+    rounded = torch.empty_like(x)
+    codec.decode(codec.encode(x), rounded)
+    return rounded
 
 
 def _mark(ctx: Any, columns: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
