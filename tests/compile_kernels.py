@@ -11,8 +11,7 @@ from framework.comm import triton_codec
 from framework.model import triton_kernels
 from framework.model.fp8 import E4M3, E5M2
 from framework.optim import triton_bits
-from framework.optim.low_bit import BLOCK, SIGNED, UNSIGNED
-from framework.optim.stochastic_rounding import FACTORS, SHIFTS
+from framework.optim.low_bit import BLOCK, FACTORS, SHIFTS, SIGNED, UNSIGNED
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FP8 = {E4M3: "*fp8e4nv", E5M2: "*fp8e5"}

@@ -30,7 +30,7 @@ from framework.model.precision import DTYPES
 from framework.model.units import Unit, find_units, set_parameter, tied_names
 from framework.model.weights import read_weights, write_into, write_weights, writing_folder
 from framework.object_store import Place
-from framework.optim.averages import AVERAGE
+from framework.optim.after_update import AVERAGE
 from framework.parallel.zero.row_codes import round_rows
 from framework.recipe.compose import load_recipe
 from framework.recipe.keys import TOKEN_IDS

@@ -32,6 +32,10 @@ With ZeRO's second copy of parameters (`zero.secondary_shard`), neighbours keep 
     secondary         the inner part of `shard`; of size 1 without such copies
     expert_secondary  the inner part of `expert_shard`, the same
 
+Matrices of Muon that ranks of shard and tp share (`optim.muon.ranks_per_matrix`) are made orthogonal by
+
+    matrix            neighbours of shard x tp; of size 1 where each matrix has one rank
+
 Nodes take ranks in order. Each axis of ZeRO that spans nodes has two levels, of which collectives over it are composed:
 
     AXIS_inner      neighbours along it who share a node; one rank where it is not in two levels
@@ -80,7 +84,7 @@ AXIS_NAMES = (
     *("world", "pp", "batch", "dp", "cp", "tp", "shard", "replica", "kv", "embedding"),
     *("ulysses", "ring", "context_tp"),
     *("expert_tp", "ep", "ep_inner", "ep_outer", "expert_batch", "expert_shard", "expert_replica"),
-    *("secondary", "expert_secondary"),
+    *("secondary", "expert_secondary", "matrix"),
     *LEVELS,
 )
 
@@ -108,6 +112,7 @@ class Topology:
     """Ranks of cp that exchange heads; the others are the ring."""
     secondary: int = 1
     expert_secondary: int = 1
+    matrix: int = 1
     ranks_per_node: int | None = None
     """None: all ranks are on one node."""
     two_levels: bool = False
@@ -124,6 +129,7 @@ class Topology:
             "shard": (self.shard, self.dp * self.cp),
             "secondary": (self.secondary, self.shard),
             "expert_secondary": (self.expert_secondary, self.expert_shard),
+            "matrix": (self.matrix, self.shard * self.tp),
             "ulysses": (self.ulysses, self.cp),
             "kv": (self.kv, self.tp),
         }
@@ -240,6 +246,7 @@ class Topology:
             "expert_replica": (copies // self.expert_shard, slices * self.ep * self.expert_shard),
             "secondary": (self.secondary, self.tp),
             "expert_secondary": (self.expert_secondary, slices * self.ep),
+            "matrix": (self.matrix, 1),
         }
 
 

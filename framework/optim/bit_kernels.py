@@ -1,11 +1,12 @@
-"""The passes over optimizer states in few bits: torch's operations, or on CUDA kernels that read and write each element once.
+"""The passes of `low_bit` over optimizer states: by torch's operations, or on CUDA by kernels that read and write each element
+once, with the same bits.
 
-    draw          random words of elements                     `stochastic_rounding`
-    round         fp32 -> bf16, stochastically                 `stochastic_rounding`
-    encode        fp32 -> codes and exponents of blocks        `low_bit`
+    draw          random words of elements
+    round         fp32 -> bf16, stochastically
+    encode        fp32 -> codes and exponents of blocks
     decode        codes and exponents -> fp32
 
-All is integer arithmetic: both forms give the same bits. A word has 32 bits: `shift` says which 16 of them a rounding takes.
+A word has 32 bits: `shift` says which 16 of them a rounding takes.
 """
 
 from collections.abc import Sequence
@@ -17,15 +18,14 @@ from torch import Tensor
 from framework.comm.fused import Fused
 from framework.mesh.layout import Box
 from framework.optim import low_bit
-from framework.optim.low_bit import BLOCK, SIGNED, UNSIGNED, CodeRange
-from framework.optim.stochastic_rounding import ROUNDING_BITS, Key, draw_bits, round_to_bf16
+from framework.optim.low_bit import BLOCK, ROUNDING_BITS, SIGNED, UNSIGNED, CodeRange, Key, draw_bits, round_to_bf16
 
 
 class TorchBits:
     """Passes over flat tensors of one device, by torch's operations."""
 
     def draw(self, key: Key, boxes: Sequence[Box], shape: Sequence[int], out: Tensor) -> None:
-        """`stochastic_rounding.draw_bits`."""
+        """`low_bit.draw_bits`."""
         draw_bits(key, boxes, shape, out)
 
     def round(self, values: Tensor, bits: Tensor, shift: int, out: Tensor) -> None:

@@ -62,17 +62,20 @@ class MatrixForm:
         lengths = [self.repeats * size * unit for size in self.sizes]
         return [(length, block[1]) if self.dim == 0 else (block[0], length) for length in lengths]
 
-    def flops(self, shape: Sequence[int], steps: int) -> int:
-        """FLOPs of the iterations for a block of a weight [..., a, b]."""
-        return sum(count_flops(each, steps) for each in self.shapes(self.block(shape)))
+    def flops(self, shape: Sequence[int], steps: int, ranks: int = 1) -> int:
+        """FLOPs of the iterations for a block of a weight [..., a, b], of each of the ranks that share it."""
+        return sum(count_flops(each, steps, ranks) for each in self.shapes(self.block(shape)))
 
 
-def count_flops(shape: tuple[int, int], steps: int) -> int:
-    """FLOPs of the iterations that make one matrix orthogonal (`muon.py`)."""
+def count_flops(shape: tuple[int, int], steps: int, ranks: int = 1) -> int:
+    """FLOPs of the iterations that make one matrix orthogonal, of each of the ranks that share it (`muon.py`)."""
     short, long = sorted(shape)
-    symmetric = 2 * short * short * (long + short)  # X X^T and its square
+    columns, rows = -(-long // ranks), -(-short // ranks)
+    symmetric = (
+        2 * short * short * (columns + (short if ranks == 1 else 0))
+    )  # X X^T, and its square if that is not in rows
     symmetric = symmetric * 3 // 4 if short >= SYMMETRIC_ROWS else symmetric
-    return steps * (symmetric + 2 * short * short * long)
+    return steps * (symmetric + 2 * short * short * (columns + (0 if ranks == 1 else rows)))
 
 
 def find_matrices(

@@ -8,28 +8,27 @@ Elementwise work stays where the parts are; U travels to the owners axis by axis
 
     part of U --update axis--> --shard axis--> elements of this rank of tp --tp--> whole U, NS(U) --tp--> ... --> part of NS(U)
 
-Each hop is one all-to-all for all matrices. An axis of size 1 is a copy. Owners have about equal work (`assign_owners`). Ranks of
+Each hop is one all-to-all for all matrices. Owners have about equal work (`assign_owners`); where they have few matrices,
+neighbours make each together (axis `matrix`): the owner sends each a slice of its longer side, and gets the result. Ranks of
 `tp` that hold a whole matrix alike get one rank's result, so they stay equal to the bit. Experts are matrices one by one, and so
 are the matrices packed in one weight (`MatrixForm`), and its heads on request, which are whole on ranks of `tp` and stay there.
 """
 
-import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 from math import prod, sqrt
 from operator import itemgetter
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from framework.comm.collectives import all_to_all
+from framework.comm.collectives import all_gather, all_to_all
 from framework.comm.communicator import Communicator
+from framework.mesh.topology import Axis
 from framework.optim.groups import GroupAssignment, decay_rate
-from framework.optim.held_matrices import HeldWeight, OwnedValues, cut_slice, join_slices
 from framework.optim.matrices import SYMMETRIC_ROWS
 from framework.optim.optimizers import FlatOptimizer
+from framework.optim.owners import HeldWeight, OwnedValues, OwnerHop, add_loads, assign_owners, cut_slice, join_slices
 from framework.optim.update_rules import FlatShard, ShardGroup
 from framework.parallel.zero.buffer_plan import BufferPlan, GroupSpan, Slot
 from framework.recipe.schema import Muon, Optim
@@ -39,19 +38,46 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
 # Elements of equal matrices that are iterated together: enough to fill a GPU, and 512 MiB of bf16 for each intermediate.
 BATCH_NUMEL = 1 << 28
+# A team of one rank.
+ALONE = Communicator(Axis("matrix", 1, 0))
 
 
-def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
-    """Newton-Schulz iterations for the nearest orthogonal matrix of each of [n, a, b], in their dtype."""
-    a, b, c = COEFFICIENTS
-    is_tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if is_tall else matrices
-    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=EPS)
-    unread = x.new_empty(x.shape[0], x.shape[1], x.shape[1])
+def orthogonalize(x: Tensor, steps: int, team: Communicator = ALONE) -> Tensor:
+    """Newton-Schulz iterations for the nearest orthogonal matrix of each of [n, a, b], a <= b, in their dtype. x: [n, a, b / k],
+    this rank's columns of them, of those of a team of k ranks. Collective over the team.
+
+    A member adds up some rows of G = X X^T = sum_i X_i X_i^T, in the order of ranks so that replicas get the same bits, and makes
+    those of bG + cG^2; two all-gathers bring the others. It sends 3 (k-1)/k a^2 numbers for a matrix and iteration.
+    """
+    norms = torch.linalg.matrix_norm(x, keepdim=True)
+    if team.size > 1:
+        norms = torch.linalg.vector_norm(_gather(norms, team), dim=0)
+    x = x / norms.clamp(min=EPS)
+    (num, rows, _), (a, b, c) = x.shape, COEFFICIENTS
+    unread, more = x.new_empty(num, rows, rows), -rows % team.size
     for _ in range(steps):
         gram = _add_gram(unread, 0.0, x, 1.0)
-        x = torch.baddbmm(x, _add_gram(gram, b, gram, c), x, beta=a)
-    return x.mT if is_tall else x
+        if team.size == 1:
+            polynomial = _add_gram(gram, b, gram, c)
+        else:
+            sent = nn.functional.pad(gram, (0, 0, 0, more)).unflatten(1, (team.size, -1)).transpose(0, 1).contiguous()
+            all_to_all(found := torch.empty_like(sent), sent, team)
+            own = found.sum(0)
+            gram = _join_rows(_gather(own, team), rows)
+            polynomial = _join_rows(_gather(torch.baddbmm(own, own, gram, beta=b, alpha=c), team), rows)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x
+
+
+def _gather(x: Tensor, team: Communicator) -> Tensor:
+    """x of all ranks, [k, ...]."""
+    all_gather(out := x.new_empty(team.size, *x.shape), x, team)
+    return out
+
+
+def _join_rows(parts: Tensor, rows: int) -> Tensor:
+    """[n, rows, b] of [k, n, r, b], without the rows that are padding."""
+    return parts.transpose(0, 1).flatten(1, 2)[:, :rows]
 
 
 def _add_gram(symmetric: Tensor, beta: float, x: Tensor, alpha: float) -> Tensor:
@@ -74,121 +100,36 @@ def scale_of(shape: tuple[int, int], kind: str) -> float:
     return 0.2 * sqrt(max(shape)) if kind == "adamw" else sqrt(max(1.0, shape[0] / shape[1]))
 
 
-def assign_owners(
-    costs: Sequence[int], loads: Sequence[int], holders: Sequence[Sequence[int]] | None = None, num_holders: int = 1
-) -> list[int]:
-    """An owner for each matrix, so that the owners' costs are about equal: the dearest first, each to whoever has least. loads:
-    costs that each owner has already. holders: for each matrix, remainders of its owner's number by num_holders; None: any."""
-    numbered = [(load, owner) for owner, load in enumerate(loads)]
-    heaps = [numbered[holder::num_holders] for holder in range(num_holders)]
-    for heap in heaps:
-        heapq.heapify(heap)
-    owners = [0] * len(costs)
-    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
-        heap = min((heaps[holder] for holder in (holders[index] if holders else range(num_holders))), key=itemgetter(0))
-        load, owner = heap[0]
-        owners[index] = owner
-        heapq.heapreplace(heap, (load + costs[index], owner))
-    return owners
-
-
-@dataclass(frozen=True)
-class OwnerHop:
-    """The way of matrices to their owners along one axis, and back.
-
-    owners: the index of each matrix's owner along the axis. to_owner, from_owner: for each matrix, how many elements each rank of
-    the axis sends to its owner, and gets back.
-    """
-
-    axis: Communicator
-    owners: Sequence[int]
-    to_owner: Sequence[Sequence[int]]
-    from_owner: Sequence[Sequence[int]]
-
-    @cached_property
-    def own(self) -> list[int]:
-        """The matrices whose owner this rank is."""
-        return self._by_owner[self.axis.rank]
-
-    @property
-    def num_sent(self) -> int:
-        """Elements that this rank sends, there and back."""
-        return sum(sum(sizes) - sizes[self.axis.rank] for sizes, _ in (self._there, self._back))
-
-    # Sizes never change, and a mixture has thousands of matrices: counted once, not in every step.
-
-    @cached_property
-    def _by_owner(self) -> list[list[int]]:
-        """The matrices of each owner."""
-        found: list[list[int]] = [[] for _ in range(self.axis.size)]
-        for index, owner in enumerate(self.owners):
-            found[owner].append(index)
-        return found
-
-    @cached_property
-    def _there(self) -> tuple[list[int], list[list[int]]]:
-        """Elements for each owner, and the lengths of what comes from each rank."""
-        rank, ranks = self.axis.rank, range(self.axis.size)
-        sizes = [sum(self.to_owner[index][rank] for index in of_owner) for of_owner in self._by_owner]
-        return sizes, [[self.to_owner[index][peer] for index in self.own] for peer in ranks]
-
-    @cached_property
-    def _back(self) -> tuple[list[int], list[list[int]]]:
-        """Elements for each rank, and the lengths of what comes from each owner."""
-        rank, ranks = self.axis.rank, range(self.axis.size)
-        sizes = [sum(self.from_owner[index][peer] for index in self.own) for peer in ranks]
-        return sizes, [[self.from_owner[index][rank] for index in of_owner] for of_owner in self._by_owner]
-
-    def collect(self, parts: Sequence[Tensor], empty: Tensor) -> list[list[Tensor]]:
-        """The parts of all ranks, in order, of each own matrix. parts: this rank's of all matrices, [n] each; empty: [0]."""
-        rank = self.axis.rank
-        sent = [parts[index][: self.to_owner[index][rank]] for of_owner in self._by_owner for index in of_owner]
-        by_peer = self._exchange(sent, *self._there, empty)
-        return [list(parts) for parts in zip(*by_peer, strict=True)]
-
-    def give_back(self, parts: Sequence[Sequence[Tensor]], empty: Tensor) -> list[Tensor]:
-        """This rank's part of every matrix. parts: for each own matrix, what each rank gets."""
-        sent = [each[peer] for peer in range(self.axis.size) for each in parts]
-        results = [empty] * len(self.owners)
-        for of_owner, found in zip(self._by_owner, self._exchange(sent, *self._back, empty), strict=True):
-            for index, part in zip(of_owner, found, strict=True):
-                results[index] = part
-        return results
-
-    def _exchange(
-        self, sent: Sequence[Tensor], in_splits: list[int], lengths: list[list[int]], empty: Tensor
-    ) -> list[tuple[Tensor, ...]]:
-        """The tensors that each rank has sent, in parts of these lengths."""
-        x, out_splits = torch.cat([empty, *sent]), [sum(each) for each in lengths]
-        out = empty.new_empty(sum(out_splits))
-        all_to_all(out, x, self.axis, out_splits, in_splits)
-        return [chunk.split(each) for chunk, each in zip(out.split(out_splits), lengths, strict=True)]
-
-
 class MatrixGroup:
     """Matrices whose parts the same ranks hold: those of the axes of their buffers, and of `tp`.
 
-    loads: FLOPs of all groups so far, by how far the owner's number is from this rank's. Those of another group count where it
-    has all owners of this one: they all see them then, and choose alike.
+    team: the neighbours who share the owned matrices. loads: FLOPs of all groups so far, by how far the owner's number is from
+    this rank's. Those of another group count where it has all owners of this one: they all see them then, and choose alike.
     """
 
-    def __init__(self, weights: Sequence[HeldWeight], tp: Communicator, settings: Muon, others: Mapping[int, int]):
+    def __init__(
+        self,
+        weights: Sequence[HeldWeight],
+        tp: Communicator,
+        team: Communicator,
+        settings: Muon,
+        others: Mapping[int, int],
+    ):
         self.weights, self._settings = weights, settings
         self.parts = parts = [part for each in weights for part in each.parts]
         update, shard = weights[0].buffer.axes.update, weights[0].buffer.axes.shard
         self._dtype = torch.bfloat16 if settings.dtype == "bf16" else weights[0].own.momentum.dtype
-        # A weight has the scale of its first matrix, to which `_orthogonalize_all` scales the others.
-        shapes = [weight.form.shapes(weight.parts[0].shape)[0] for weight in weights]
-        scales = [scale_of(shape, settings.scale) for shape in shapes]
+        # A weight has the scale of its first matrix, to which `_make_orthogonal` scales the others.
+        scales = [scale_of(weight.parts[0].shapes[0], settings.scale) for weight in weights]
         self._factors = [each.own.lr_ratio * scale for each, scale in zip(weights, scales, strict=True)]
-        costs = [each.flops(settings.steps) for each in parts]
+        costs = [each.flops(settings.steps, team.size) for each in parts]
         steps = [[rank - axis.ranks[axis.rank] for rank in axis.ranks] for axis in (update, shard, tp)]
         ranks = [sum(each) for each in product(*steps)]
         loads = [others[rank] for rank in ranks] if others.keys() >= set(ranks) else [0] * len(ranks)
         # Heads stay on their ranks of tp.
-        owners = assign_owners(costs, loads, [own for each in weights for own in each.holders(tp.size)], tp.size)
-        for owner, cost in zip(owners, costs, strict=True):
-            loads[owner] += cost
+        holders = [own for each in weights for own in each.holders(tp.size)]
+        owners = assign_owners(costs, loads, holders, tp.size, team.size)
+        add_loads(loads, owners, costs, team.size)
         self.loads = dict(zip(ranks, loads, strict=True))
         places = [(owner // (shard.size * tp.size), owner // tp.size % shard.size, owner % tp.size) for owner in owners]
 
@@ -215,9 +156,18 @@ class MatrixGroup:
         self.owned = [parts[here[index]] for index in self._last.own]
         self._slices = [slices[index] for index in self._last.own]
 
+        first = ranks.index(0) - team.rank
+        of_team = [(parts[i], owners[i] - first) for i in range(len(parts)) if 0 <= owners[i] - first < team.size]
+        self._shared = [shape for part, _ in of_team for shape in part.shapes]
+        widths = [[len(each) for each in torch.arange(max(shape)).tensor_split(team.size)] for shape in self._shared]
+        lengths = [
+            [min(shape) * each for each in of_ranks] for shape, of_ranks in zip(self._shared, widths, strict=True)
+        ]
+        self._sharing = OwnerHop(team, [owner for part, owner in of_team for _ in part.shapes], lengths, lengths)
+
     def update(self, rate: Tensor, momentum: float, decay_rate: Tensor) -> None:
         """Update the values of all parts at a learning rate, and decay them at another one, scalars. Collective over the update
-        axis, the shard axis and tp."""
+        axis, the shard axis, tp and the team."""
         held = []
         for weight in self.weights:
             moved = weight.own.gradient.lerp(weight.own.momentum, momentum)
@@ -233,7 +183,11 @@ class MatrixGroup:
     @property
     def bytes_sent(self) -> dict[str, int]:
         """Bytes that this rank sends in an update, by axis."""
-        return {hop.axis.name: hop.num_sent * self._dtype.itemsize for hop in (*self._hops, self._last)}
+        team, steps = self._sharing.axis, self._settings.steps
+        rows = sum(3 * steps * -(-min(shape) // team.size) * min(shape) + 1 for shape in self._shared) * (team.size - 1)
+        sent = {hop.axis.name: hop.num_sent for hop in (*self._hops, self._last)}
+        sent[team.name] = self._sharing.num_sent + rows
+        return {name: number * self._dtype.itemsize for name, number in sent.items()}
 
     def _orthogonalize(self, held: list[Tensor]) -> list[Tensor]:
         """This rank's part of NS(U), of what it holds of U: [n] of each part."""
@@ -241,12 +195,11 @@ class MatrixGroup:
         for hop in self._hops:
             held = [torch.cat(parts) for parts in hop.collect(held, empty)]
         collected = self._last.collect(held, empty)
-        matrices = [
-            part.weight.form.split(join_slices(part.shape, of_ranks, slices))
+        weights = [
+            join_slices(part.shape, of_ranks, slices)
             for part, of_ranks, slices in zip(self.owned, collected, self._slices, strict=True)
         ]
-        done = _orthogonalize_all(matrices, self._settings)
-        weights = [part.weight.form.join(each) for part, each in zip(self.owned, done, strict=True)]
+        weights = self._make_orthogonal(weights, empty)
         cut = [
             [cut_slice(weight, each) for each in slices] for weight, slices in zip(weights, self._slices, strict=True)
         ]
@@ -256,25 +209,45 @@ class MatrixGroup:
             results = hop.give_back([each.split(list(hop.from_owner[index])) for each, index in mine], empty)
         return results
 
+    def _make_orthogonal(self, weights: Sequence[Tensor], empty: Tensor) -> list[Tensor]:
+        """NS of the matrices in each own weight, as the team makes it; those of another shape than the first scaled to its
+        scale."""
+        team = self._sharing.axis
+        matrices = [each for part, x in zip(self.owned, weights, strict=True) for each in part.weight.form.split(x)]
+        sent = [[each.flatten() for each in _lay_wide(x).tensor_split(team.size, 1)] for x in matrices]
+        done = self._iterate(self._sharing.give_back(sent, empty))
+        wide = (
+            torch.cat([each.view(min(x.shape), each.numel() // min(x.shape)) for each in parts], 1)
+            for x, parts in zip(matrices, self._sharing.collect(done, empty), strict=True)
+        )
+        results = []
+        for part in self.owned:
+            scales = [scale_of(shape, self._settings.scale) for shape in part.shapes]
+            made = [next(wide) if shape[0] <= shape[1] else next(wide).mT for shape in part.shapes]
+            scaled = [x if s == scales[0] else x * (s / scales[0]) for x, s in zip(made, scales, strict=True)]
+            results.append(part.weight.form.join(scaled))
+        return results
 
-def _orthogonalize_all(matrices: list[list[Tensor]], settings: Muon) -> list[list[Tensor]]:
-    """NS of the matrices of each weight, equal shapes together; those of another shape than the first scaled to its scale."""
-    by_shape: dict[torch.Size, list[tuple[int, int]]] = {}
-    for weight, each in enumerate(matrices):
-        for place, matrix in enumerate(each):
-            by_shape.setdefault(matrix.shape, []).append((weight, place))
-    results = [list(each) for each in matrices]
-    for shape, places in by_shape.items():
-        size = max(1, BATCH_NUMEL // shape.numel())
-        for first in range(0, len(places), size):
-            batch = places[first : first + size]
-            done = orthogonalize(torch.stack([matrices[i][j] for i, j in batch]), settings.steps)
-            for (i, j), each in zip(batch, done, strict=True):
-                scales = [
-                    scale_of((matrix.shape[0], matrix.shape[1]), settings.scale) for matrix in (each, matrices[i][0])
-                ]
-                results[i][j] = each if scales[0] == scales[1] else each * (scales[0] / scales[1])
-    return results
+    def _iterate(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """NS of this rank's columns of all matrices of the team, [n] each, matrices of equal shapes together."""
+        by_shape: dict[tuple[int, int], list[int]] = {}
+        for index, shape in enumerate(self._shared):
+            by_shape.setdefault((min(shape), max(shape)), []).append(index)
+        results = list(parts)
+        for (rows, columns), places in by_shape.items():
+            size = max(1, BATCH_NUMEL // (rows * columns))
+            for first in range(0, len(places), size):
+                batch = places[first : first + size]
+                stacked = torch.stack([parts[index].view(rows, parts[index].numel() // rows) for index in batch])
+                done = orthogonalize(stacked, self._settings.steps, self._sharing.axis)
+                for index, each in zip(batch, done, strict=True):
+                    results[index] = each.flatten()
+        return results
+
+
+def _lay_wide(matrix: Tensor) -> Tensor:
+    """The matrix or its transpose, whose rows are not longer than its columns are many."""
+    return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
 
 
 class MuonOptimizer(FlatOptimizer):
@@ -342,6 +315,7 @@ def group_matrices(
     # Experts last: they are many, and even out what their owners have of the rest.
     for name, weights in sorted(by_axes.items(), reverse=True):
         ordered = [weight for _, weight in sorted(weights, key=itemgetter(0))]
-        tp = axes["expert_tp" if name == "expert_shard" else "tp"]
-        groups.append(MatrixGroup(ordered, tp, settings, groups[-1].loads if groups else {}))
+        has_experts = name == "expert_shard"
+        tp, team = (axes["expert_tp"], ALONE) if has_experts else (axes["tp"], axes["matrix"])
+        groups.append(MatrixGroup(ordered, tp, team, settings, groups[-1].loads if groups else {}))
     return groups

@@ -21,7 +21,7 @@ from framework.comm.communicator import Communicator
 from framework.comm.transfer import fetch
 from framework.errors import ModelError
 from framework.model.units import Unit
-from framework.optim.update_clipping import ParameterPart
+from framework.optim.after_update import ParameterPart
 from framework.optim.update_rules import FlatShard
 from framework.parallel.attention.attention import LogitMaxima
 from framework.parallel.attention.hook import QUERY_RULES, find_attentions

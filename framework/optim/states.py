@@ -5,7 +5,7 @@ there by the same kernel, and encoded again: only one chunk ever exists in full.
 
     state (bf16, int8 blocks) or value (bf16) -> scratch -> the optimizer's kernel -> round(scratch, bits of the element) -> back
 
-Moments are rounded stochastically where they would else stall (`stochastic_rounding.is_needed`), values always: to nearest, a
+Moments are rounded stochastically where they would else stall (`low_bit.is_needed`), values always: to nearest, a
 weight would stay where it is while updates are below 1/512 of it, as most are. The bits are a function of (seed, step, parameter,
 element), so replicas round alike, and so does every layout. A step that is skipped leaves in the scratch numbers that no bits
 round to others.
@@ -26,8 +26,7 @@ from torch import Tensor
 
 from framework.mesh.layout import Box, Run
 from framework.optim.bit_kernels import BITS
-from framework.optim.low_bit import BLOCK, SIGNED, UNSIGNED
-from framework.optim.stochastic_rounding import ROUNDING_BITS, is_needed
+from framework.optim.low_bit import BLOCK, ROUNDING_BITS, SIGNED, UNSIGNED, is_needed
 from framework.optim.update_rules import FlatShard
 
 MomentsDtype = Literal["fp32", "bf16", "int8"]

@@ -1,6 +1,6 @@
-"""Optimizer states in few bits: random words, codes and roundings, in one pass each (`optim/bit_kernels.py`).
+"""Optimizer states in few bits: random words, codes and roundings, in one pass each.
 
-The integer arithmetic of `optim/low_bit.py` and `optim/stochastic_rounding.py`, with equal results, bit for bit.
+The integer arithmetic of `optim/low_bit.py`, with equal results, bit for bit.
 """
 
 from collections.abc import Sequence
@@ -10,10 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from framework.mesh.layout import Box
-from framework.optim.low_bit import BLOCK, CodeRange
-from framework.optim.stochastic_rounding import (
+from framework.optim.low_bit import (
+    BLOCK,
     FACTORS,
     SHIFTS,
+    CodeRange,
     Key,
     find_strides,
     first_number,

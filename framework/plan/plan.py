@@ -385,7 +385,7 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         stock_attention = f"{' and '.join(sorted(whole_mixers))} mix tokens, and get those of all ranks of cp"
     groups = tuple(group_parameters_of(recipe, whole, units))
     qk_rows = find_qk_rows(recipe, whole, units, {each.parameter for each in groups}, stock_attention)
-    return Plan(
+    plan = Plan(
         recipe,
         config,
         derived,
@@ -405,17 +405,21 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         whole_mixers,
         qk_rows,
     )
+    shared = plan.shape.ranks_per_matrix(plan.candidate) if recipe.optim.name == "muon" else 1
+    return plan if shared == topology.matrix else replace(plan, topology=replace(topology, matrix=shared))
 
 
 def make_topology(recipe: Recipe, config: PretrainedConfig) -> Topology:
-    """The recipe's degrees as axes, with the nodes that they lie on."""
+    """The recipe's degrees as axes, with the nodes that they lie on. `matrix` is 1 where the recipe leaves it to the plan."""
     derived = derive(recipe)
     kv = ranks_per_kv_head(config, derived.tp)
+    shared = recipe.optim.muon.ranks_per_matrix
     return replace(
         topology_of(planned_candidate(recipe), kv, recipe.zero.secondary_shard, recipe.parallel.expert_hierarchical),
         embedding_ranks=_find_embedding_ranks(recipe.pipeline, derived),
         ranks_per_node=derived.ranks_per_node,
         two_levels=_sums_in_two_levels(recipe),
+        matrix=shared if recipe.optim.name == "muon" and shared != "auto" else 1,
     )
 
 

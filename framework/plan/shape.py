@@ -8,7 +8,7 @@ layers costs as much as one of one layer.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import cycle
+from itertools import chain, cycle, pairwise
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from framework.comm.communicator import Communicator
 from framework.errors import ModelError
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import ContextSlices, TokenLayout
-from framework.mesh.topology import Topology
+from framework.mesh.topology import Topology, count_node_neighbours
 from framework.model.adapters import B, find_trained
 from framework.model.borders import message_width
 from framework.model.flops import ModelSize, flops_per_token, measure_model, unit_flops
@@ -31,7 +31,8 @@ from framework.model.probe import LayerCalls, find_layer_calls
 from framework.model.stage import StageBounds, copy_stage, is_of_layers, split_stages
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment, group_parameters, group_trained, optimizer_of
-from framework.optim.matrices import find_matrices
+from framework.optim.matrices import MatrixForm, find_matrices
+from framework.optim.owners import measure_balance
 from framework.parallel.parallelize import find_compute_dtypes, parallelize, whole_layouts
 from framework.parallel.pipeline.pipeline import count_layers
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage
@@ -50,12 +51,16 @@ from framework.plan.layer_widths import (
     layer_widths,
     measure_mixer,
 )
+from framework.recipe.derive import divisors
 from framework.recipe.schema import Launch, Parallel, Pipeline, Precision, Recipe
 
 # Families whose layers call torch.seed(), which reads the clock, in each forward: reversible layers replay their dropout by it.
 FRESH_SEEDS = ("reformer",)
 # Fields of a candidate that a rank's parameters depend on before ZeRO.
 DEGREES = ("tp", "ep", "expert_tp", "sequence")
+# FLOPs of a matrix that several ranks share: about a millisecond of a GPU, in which dozens of small messages fit. And by how much
+# work may differ where `optim.muon.ranks_per_matrix=auto` leaves each to one rank.
+WORTH_SHARING, UNEVEN = 5e11, 1.1
 # The recipe of a shape that is asked for without one: bf16 on GPUs.
 DEFAULT = Recipe(precision=Precision(compute="bf16"), launch=Launch(device="cuda"))
 
@@ -138,6 +143,22 @@ class StageUnits:
         return [*first, *layers, *((each.unit.name, each) for each in self.ends if each.unit.name != "embedding")]
 
 
+@dataclass(frozen=True)
+class MatrixWork:
+    """Muon's matrices: averages over all parameters of the model."""
+
+    share: float
+    """Share of the parameters that Muon updates; shared: of those that several ranks may share, of heads: that are heads."""
+    shared: float
+    of_heads: float
+    flops: float
+    """FLOPs of the iterations, on all ranks that share a matrix together."""
+    grams: float
+    """Elements of X X^T of what ranks may share."""
+    dearest: float
+    """FLOPs of each rank for the dearest weight, expert or head."""
+
+
 @dataclass(frozen=True, eq=False)
 class ModelShape:
     """A model as numbers. recipe: of which the model's keys, the optimizer's groups and the precision are read, none of a layout.
@@ -209,17 +230,57 @@ class ModelShape:
         return measure_model(self.whole)
 
     @cached_property
-    def matrices(self) -> tuple[float, float, float, float]:
-        """Averages over all parameters: the share that Muon updates, that of heads among it, and FLOPs of its orthogonalisation;
-        FLOPs of the dearest weight, expert or head, which has one owner."""
-        numel, of_heads, flops, dearest = 0, 0, 0.0, 0.0
-        for name, form in find_matrices(self.whole, self.units, self.recipe.model.tp_plan, self.recipe.optim).items():
+    def forms(self) -> Mapping[str, tuple[MatrixForm, torch.Size]]:
+        """The weights that hold matrices for Muon, with their shapes, by name."""
+        found = find_matrices(self.whole, self.units, self.recipe.model.tp_plan, self.recipe.optim)
+        return {name: (form, self.whole.get_parameter(name).shape) for name, form in found.items()}
+
+    @remember()
+    def matrices(self, ranks: int) -> MatrixWork:
+        """The work of Muon where so many ranks share each matrix that is no expert's."""
+        numel, shared, of_heads, flops, grams, dearest = 0, 0, 0, 0.0, 0.0, 0.0
+        for name, (form, shape) in self.forms.items():
             if optimizer_of(self.recipe.optim, self.groups.get(name, "")) == "muon":
-                shape = self.whole.get_parameter(name).shape
-                numel, of_heads = numel + shape.numel(), of_heads + shape.numel() * (form.blocks > 1)
-                own = form.flops(shape, self.recipe.optim.muon.steps)
-                flops, dearest = flops + shape[:-2].numel() * form.blocks * own, max(dearest, own)
-        return numel / self.size.total, of_heads / self.size.total, flops / self.size.total, dearest
+                size, count, among = shape.numel(), shape[:-2].numel() * form.blocks, ranks if len(shape) == 2 else 1
+                own = form.flops(shape, self.recipe.optim.muon.steps, among)
+                numel, of_heads = numel + size, of_heads + size * (form.blocks > 1)
+                flops, dearest = flops + count * own * among, max(dearest, own)
+                if len(shape) == 2:
+                    shared += size
+                    grams += count * sum(min(each) ** 2 for each in form.shapes(form.block(shape)))
+        total = self.size.total
+        return MatrixWork(numel / total, shared / total, of_heads / total, flops / total, grams / total, dearest)
+
+    @remember("dp", "cp", "tp", "pp", "ep", "expert_tp", "shard", "ranks_per_node")
+    def ranks_per_matrix(self, c: Candidate) -> int:
+        """Ranks that share a matrix which is no expert's. `auto`: as few neighbours on a node as leave no owner a tenth more work
+        than the mean, or the least; counted with equal stages."""
+        stated = self.recipe.optim.muon.ranks_per_matrix
+        if stated != "auto" or self.matrices(1).dearest < WORTH_SHARING:
+            return 1 if stated == "auto" else stated
+        owners = c.shard * c.tp
+        near = owners if c.world <= c.ranks_per_node else count_node_neighbours(owners, 1, c.ranks_per_node)
+        layers = [unit.parameters for unit in self.units if unit.is_layer]
+        bounds = [len(layers) * place // c.pp for place in range(c.pp + 1)]
+        stages = [chain.from_iterable(layers[start:stop]) for start, stop in pairwise(bounds)]
+        held = [[self.forms[name] for name in names if name in self.forms] for names in stages]
+        balances: dict[int, float] = {}
+        for ranks in (each for each in divisors(near) if each % c.tp == 0 or c.tp % each == 0):
+            balances[ranks] = max(self._balance(stage, c, ranks) for stage in held)
+            if balances[ranks] <= UNEVEN:
+                break
+        return min(balances, key=lambda ranks: balances[ranks])
+
+    def _balance(self, stage: Sequence[tuple[MatrixForm, torch.Size]], c: Candidate, ranks: int) -> float:
+        """The busiest owner's work over the mean, of a stage with these weights."""
+        steps = self.recipe.optim.muon.steps
+        blocks = [(form, shape, block) for form, shape in stage if len(shape) == 2 for block in range(form.blocks)]
+        costs = [form.flops(shape, steps, ranks) for form, shape, _ in blocks]
+        # Ranks of tp with the block: one of them has several heads, or several have one.
+        held = [(block * c.tp // form.blocks, (block + 1) * c.tp // form.blocks) for form, _, block in blocks]
+        holders = [range(first, max(stop, first + 1)) for first, stop in held]
+        experts = sum(form.flops(shape, steps) * shape[0] for form, shape in stage if len(shape) == 3)
+        return measure_balance(costs, holders, c.shard * c.tp, c.tp, ranks, experts / c.ep, c.ep, c.expert_tp)
 
     @remember()
     def mixers(self, tokens: int, dtype: torch.dtype) -> Sequence[MixerBytes | None]:

@@ -24,6 +24,7 @@ from framework.plan.candidate import Candidate, remember
 from framework.plan.cluster import ClusterRates, Group, place_group
 from framework.plan.exposure import Groups, hide
 from framework.plan.profile import Profile
+from framework.plan.shape import ModelShape
 from framework.recipe.schema import Recipe, Zero
 
 # Bytes of a gradient as codes, their scales included; and from how many on a backend adds it up itself.
@@ -224,15 +225,13 @@ RESTART_S = 300.0
 
 @dataclass(frozen=True)
 class Update:
-    """The update of one rank. itemsize: bytes of a parameter that forward reads. matrices: as of `ModelShape`; hidden: features
-    of hidden states."""
+    """The update of one rank. itemsize: bytes of a parameter that forward reads."""
 
     settings: Recipe
     cluster: ClusterRates
     profile: Profile
     itemsize: int
-    matrices: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
-    hidden: int = 1
+    shape: ModelShape
 
     @property
     def _state_bytes(self) -> tuple[float, float, float]:
@@ -242,7 +241,7 @@ class Update:
         master = 0.0 if precision.master == "none" else wide
         moment = wide if precision.moments == "fp32" else MOMENT_BYTES[precision.moments]
         average = wide * (self.settings.train.ema is not None)
-        return master, wide, moment * (MOMENTS[self.settings.optim.name] - self.matrices[0]) + average
+        return master, wide, moment * (MOMENTS[self.settings.optim.name] - self.shape.matrices(1).share) + average
 
     def seconds(self, elements: float, c: Candidate) -> dict[str, float]:
         """Seconds of a rank that owns so many elements, by part. The norm's sum over ranks is not in it."""
@@ -260,18 +259,23 @@ class Update:
     def _orthogonalize(self, elements: float, c: Candidate) -> float:
         """Seconds of Muon's iterations, and of the way of matrices to their owners and back, for a rank that owns so many
         elements and as many of whole matrices; a step waits for the owner of the dearest one."""
-        share, of_heads, flops, dearest = self.matrices
-        if not share:
+        if self.settings.optim.name != "muon":
             return 0.0
-        dtype = "bf16" if self.settings.optim.muon.dtype == "bf16" else "fp32"
-        per_flop = self.cluster.matmul_seconds(self.hidden, self.hidden, self.hidden, dtype) / (2.0 * self.hidden**3)
+        ranks, hidden, settings = self.shape.ranks_per_matrix(c), self.shape.hidden, self.settings.optim.muon
+        work, send = self.shape.matrices(ranks), self.cluster.collective
+        dtype = "bf16" if settings.dtype == "bf16" else "fp32"
+        per_flop = self.cluster.matmul_seconds(hidden, hidden, hidden, dtype) / (2.0 * hidden**3)
         num_bytes = elements * (2 if dtype == "bf16" else 4)
-        shard, tp = (
-            place_group(size, stride, c.ranks_per_node, c.world) for size, stride in ((c.shard, c.tp), (c.tp, 1))
+        shard, tp, team = (
+            place_group(size, stride, c.ranks_per_node, c.world)
+            for size, stride in ((c.shard, c.tp), (c.tp, 1), (ranks, 1))
         )
-        hops = (shard, share), (tp, share - of_heads)  # heads are on one rank of tp
-        way = sum(self.cluster.collective("all_to_all", num_bytes * part, each) for each, part in hops)
-        return max(elements * flops, dearest) * per_flop + 2 * way
+        # Heads are on one rank of tp, and experts are not shared.
+        hops = (shard, work.share), (tp, work.share - work.of_heads), (team, work.shared)
+        way = 2 * sum(send("all_to_all", num_bytes * part, each) for each, part in hops)
+        rows = num_bytes * work.grams * ranks * settings.steps
+        way += send("all_to_all", rows, team) + 2 * send("all_gather", rows, team)
+        return max(elements * work.flops, work.dearest) * per_flop + way
 
     def save(self, elements: float, c: Candidate, step_s: float) -> tuple[float, float]:
         """(seconds for which a save holds training up, seconds from one save to the next); 0 and 0 where nothing is saved on the

@@ -253,6 +253,7 @@ FIELDS_OF_KEYS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("zero.stage", "zero.accumulate", "zero.keep_gathered", "zero.quantize_reduce"), ("zero",)),
     **dict.fromkeys(("zero.quantize_gather", "zero.quantize_min_elements"), ("zero",)),
     "zero.secondary_shard": ("zero", "shard", "dp", "cp", "tp", "pp"),
+    "optim.muon.ranks_per_matrix": ("zero", "shard", "dp", "cp", "tp", "pp"),
     **dict.fromkeys(("zero.shard_within", "zero.optimizer_within"), ("zero", "shard", "dp", "cp")),
     **{f"memory.{name}": ("checkpointing",) for name in ("activation_checkpointing", "kept_operations", "budget_gb")},
     **{f"memory.offload.{name}": (f"offload.{name}",) for name in ("activations", "optimizer", "parameters")},

@@ -17,7 +17,7 @@ from framework.comm.groups import choose_backends, plan_groups
 from framework.mesh.topology import ZERO_AXES, Axis
 from framework.model.precision import DTYPES
 from framework.model.stage import StageBounds
-from framework.optim.disk_chunks import DiskShard, DiskState, file_bytes, place_chunks, ring_bytes
+from framework.optim.disk_ring import DiskShard, DiskState, file_bytes, place_chunks, ring_bytes
 from framework.optim.optimizers import state_names
 from framework.optim.states import MomentsDtype, count_state_bytes
 from framework.parallel.pipeline.pipeline import PipelinePlan

@@ -119,7 +119,7 @@ class TimeModel:
             gathered = bytes_per_number(base)
         reduced = float(DTYPES[settings.precision.reduce].itemsize)
         self.sharding = Sharding(settings.zero, gathered, reduced, cluster, self.profile, base != "bf16")
-        self.update = Update(settings, cluster, self.profile, itemsize, shape.matrices, shape.hidden)
+        self.update = Update(settings, cluster, self.profile, itemsize, shape)
         self.memory = MemoryModel.of(shape, settings)
 
     def _own_profile(self, itemsize: int) -> Profile:

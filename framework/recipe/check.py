@@ -33,7 +33,7 @@ FOLLOWING_KEYS = (
     *("pipeline.layers", "pipeline.table", "pipeline.fill_bubbles"),
     *(f"zero.{name}" for name in ("accumulate", "keep_gathered", "optimizer_within", "secondary_shard")),
     *(f"zero.{name}" for name in ("quantize_gather", "quantize_reduce", "quantize_min_elements")),
-    *("memory.kept_operations", "memory.budget_gb", "memory.gathered_inputs"),
+    *("optim.muon.ranks_per_matrix", "memory.kept_operations", "memory.budget_gb", "memory.gathered_inputs"),
     *("memory.offload.home", "memory.offload.disk_path"),
 )
 

@@ -224,9 +224,7 @@ def quantized(recipe: Recipe) -> Findings:
         yield "zero.quantize_gather", message, "none; or memory.offload.home=host"
     if zero.stage < 3 or copied is None:
         return
-    batch, ranks = count_ranks(recipe) // (recipe.parallel.tp * recipe.parallel.pp), count_ranks(recipe)
-    within, node = zero.shard_within, ranks // count_nodes(recipe)
-    shard = batch if within is None else within if isinstance(within, int) else node // recipe.parallel.tp
+    shard, node = _count_shards(recipe), count_ranks(recipe) // count_nodes(recipe)
     if zero.keep_gathered:
         message = "zero.keep_gathered=true unshards once a step: there is no second time"
         yield from refuse_useless(recipe, key, message, "zero.keep_gathered=false")
@@ -236,6 +234,26 @@ def quantized(recipe: Recipe) -> Findings:
     elif isinstance(copied, int) and (copied >= shard or shard % copied):
         legal = ", ".join(map(str, divisors(shard)[1:-1])) or "none"
         yield key, f"is no part of the {shard} ranks that hold the shards", f"one of {legal}; node; or null"
+
+
+@rule(*DEGREES, *COUNTED, "zero", "optim.name", "optim.muon")
+def shared_matrices(recipe: Recipe) -> Iterator[Problem]:
+    stated, tp = recipe.optim.muon.ranks_per_matrix, recipe.parallel.tp
+    if recipe.optim.name == "muon" and stated != "auto":
+        among = tp * (_count_shards(recipe) if recipe.zero.stage else 1)
+        legal = [each for each in divisors(among) if each % tp == 0 or tp % each == 0]
+        if stated not in legal:
+            message = f"is no part of the {among} ranks that hold the parts of a matrix (ZeRO's shards x tp)"
+            fix = f"one of {', '.join(map(str, legal))}; or auto"
+            yield refuse(recipe, "optim.muon.ranks_per_matrix", message, fix)
+
+
+def _count_shards(recipe: Recipe) -> int:
+    """Ranks over which ZeRO shards from stage 1 on."""
+    ranks, tp, within = count_ranks(recipe), recipe.parallel.tp, recipe.zero.shard_within
+    if within == "node":
+        return ranks // count_nodes(recipe) // tp
+    return within or ranks // (tp * recipe.parallel.pp)
 
 
 @rule("parallel.sequence", "parallel.overlap", "memory.gathered_inputs")
@@ -422,6 +440,6 @@ LAYOUT_RULES = (
     Rule((*DEGREES, "parallel.ep", "parallel.expert_tp", *COUNTED), find_world_problems),
     Rule(("batch.sequences_per_step", "batch.tokens_per_step"), find_statement_problems),
     Rule((*DEGREES, *COUNTED, "batch"), find_batch_problems),
-    *(zero, quantized, sequence, checkpointing, stages, bubbles, microbatches),
+    *(zero, quantized, shared_matrices, sequence, checkpointing, stages, bubbles, microbatches),
     *(offload, activation_offload, precision, placement),
 )

@@ -193,6 +193,12 @@ class Muon:
         "adamw",
     )
     heads: bool = key("an attention's projections are matrices of each head, not of all heads together", False)
+    ranks_per_matrix: int | Literal["auto"] = key(
+        "neighbouring ranks of shard x tp that make a matrix orthogonal together, a slice of its longer side each; auto: as few"
+        " of a node as have equal work within a tenth, 1 where matrices are small",
+        "auto",
+        low=1,
+    )
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from framework.data.tasks import OF_AVERAGE, is_better_low
 from framework.errors import NumericsError
 from framework.monitor.progress import Phase
 from framework.monitor.watchdog import Watchdog
-from framework.optim.gradient_noise import FIRST_MOMENT, average_squares
 from framework.optim.groups import learning_rate
+from framework.optim.optimizers import FIRST_MOMENT, average_squares
 from framework.parallel.pipeline.simulate import Timed
 from framework.parallel.zero.replicas import Hashed
 from framework.plan.plan import Plan

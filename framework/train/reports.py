@@ -30,7 +30,7 @@ from framework.monitor.goodput import Goodput
 from framework.monitor.progress import name_coordinates
 from framework.monitor.stragglers import WINDOW, Stragglers
 from framework.monitor.watchdog import Watchdog
-from framework.optim.gradient_noise import estimate_noise_scale
+from framework.optim.optimizers import estimate_noise_scale
 from framework.plan.forecast_plan import forecast_cut
 from framework.plan.plan import Plan
 from framework.recipe.environment import describe_public

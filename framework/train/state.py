@@ -23,7 +23,7 @@ from framework.lease import Lease
 from framework.mesh.layout import Layout
 from framework.model.initial import persistent_buffers
 from framework.object_store import Place
-from framework.optim.averages import AVERAGE
+from framework.optim.after_update import AVERAGE
 from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
 from framework.recipe.keys import value_of
 from framework.recipe.schema import Recipe
@@ -52,7 +52,7 @@ class RunState:
     skipped_steps: int = 0
     skipped_in_a_row: int = 0  # the last steps, over however many starts
     num_updates: int = 0
-    squared_norms: float | None = None  # moving average of updates' gradients (optim/gradient_noise.py)
+    squared_norms: float | None = None  # moving average of updates' gradients (optim/optimizers.py)
     loss_scale: float | None = None  # None: it never changes
     clean_steps: int = 0  # since it last did
     best_step: int | None = None  # with checkpoint.keep_best, where the validation loss was the lowest

@@ -24,14 +24,13 @@ from torch import Tensor
 
 from framework.comm.connect import Mesh
 from framework.comm.transfer import fetch, upload
-from framework.optim.averages import AVERAGE, WeightAverages
+from framework.optim.after_update import AVERAGE, ParameterPart, UpdateClipping, WeightAverages
 from framework.optim.disk_ring import DiskStates, DiskTensor
 from framework.optim.groups import GroupAssignment
 from framework.optim.muon import MuonOptimizer
 from framework.optim.optimizers import FlatOptimizer, Missed, preserving, scale_decay, state_names
 from framework.optim.qk_clip import QkClip
 from framework.optim.states import States
-from framework.optim.update_clipping import ParameterPart, UpdateClipping
 from framework.optim.update_rules import OPTIMIZERS, FlatShard, ShardGroup
 from framework.parallel.zero.buffer_plan import GroupSpan
 from framework.parallel.zero.buffers import StoredTensor, UnitBuffer

@@ -105,13 +105,17 @@ def _read_signs(before: Tensor, after: Tensor, group: Mapping[str, float], other
 
 # Returns the matrices packed in a weight as (dim, indices along it) each.
 Pieces = list[tuple[int, Tensor]]
-# Projections of queries, keys and values in one: one after another, or by head or by group of key-value heads.
-IN_TURN, BY_HEAD = ("qkv_proj", "c_attn", "Wqkv"), ("query_key_value",)
+# Projections of queries, keys and values in one.
+FUSED = ("qkv_proj", "c_attn", "Wqkv", "query_key_value")
+# Projections to gates and to what they gate, in halves.
+IN_HALVES = ("gate_up_proj", "Wi", "input_linear")
+# Families of which tensor parallelism knows too little: their weights are matrices as they are.
+WHOLE = ("minimax", "zamba2")
 # Experts with code of their own are AdamW's.
 STOCK_EXPERTS = ("DbrxExpertGLU", "JetMoeParallelExperts")
 # Projections that have equally many features for each head: to queries, keys and values, and from what heads return.
 PLAIN = {"q_proj", "k_proj", "v_proj", "Wqkv", "Wq", "Wk", "Wv", "query", "key", "value", "g_proj"}
-TO_HEADS = {*IN_TURN, *BY_HEAD, *PLAIN, "q_b_proj", "kv_b_proj", "q_gate_proj"}
+TO_HEADS = {*FUSED, *PLAIN, "q_b_proj", "kv_b_proj", "q_gate_proj"}
 FROM_HEADS = {"o_proj", "out_proj", "dense", "c_proj", "Wo"}
 
 
@@ -121,22 +125,24 @@ def find_matrices(model: nn.Module, config: PretrainedConfig, optim: Optim) -> d
     for name, parameter in model.named_parameters():
         owner = model.get_submodule(name.rpartition(".")[0])
         group = next((each for each in optim.groups.values() if re.search(each.pattern, name)), None)
-        is_layer = re.search(r"\.\d+\.", name) and not isinstance(owner, nn.Embedding)
-        is_layer = is_layer and type(owner).__name__ not in STOCK_EXPERTS
-        is_weight = parameter.ndim == 2 or (parameter.ndim == 3 and "experts" in name)
+        layer = re.match(r".*?\.\d+(?=\.)", name)
+        is_layer = layer and any(True for _ in model.get_submodule(layer[0]).children())
+        is_layer = is_layer and not isinstance(owner, nn.Embedding) and type(owner).__name__ not in STOCK_EXPERTS
+        is_weight = parameter.ndim == 2 or (parameter.ndim == 3 and ".experts." in name)
         is_bias = re.search(r"(^|\.|_)bias$|(^|\.)(A_log|D)$", name)
         if is_layer and is_weight and not is_bias and (group is None or group.optimizer != "adamw"):
             text = config.get_text_config()
             heads = list(_heads(name, parameter, model, text)) if optim.muon.heads else []
-            found[name] = heads or list(_pieces(name, parameter, owner, text))
+            found[name] = heads or list(_pieces(name, parameter, model, text))
     return found
 
 
 def _heads(name: str, weight: Tensor, model: nn.Module, config: Any) -> Iterator[tuple[int, Tensor]]:
     path = name.removesuffix(".weight")
     around, _, last = path.removesuffix(".linear").rpartition(".")
-    own = vars(model.get_submodule(around))  # layers may differ from the config
-    if "att" not in around or last not in TO_HEADS | FROM_HEADS:
+    attention = model.get_submodule(around)
+    own = vars(attention)  # layers may differ from the config
+    if "att" not in f"{around} {type(attention).__name__}".lower() or last not in TO_HEADS | FROM_HEADS:
         return
     dim = int(isinstance(model.get_submodule(path), Conv1D) == (last in TO_HEADS))
     width, latent = own.get("head_dim"), own.get("qk_nope_head_dim", 0)
@@ -154,25 +160,43 @@ def _heads(name: str, weight: Tensor, model: nn.Module, config: Any) -> Iterator
             yield dim, each
 
 
-def _pieces(name: str, weight: Tensor, owner: Any, config: Any) -> Iterator[tuple[int, Tensor]]:
-    last = name.removesuffix(".weight").rpartition(".")[2]
-    outputs = weight.ndim - (1 if isinstance(owner, Conv1D) or getattr(owner, "is_transposed", False) else 2)
-    size = weight.shape[outputs]
-    heads = getattr(config, "num_attention_heads", 1)
-    kv = getattr(config, "num_key_value_heads", None) or heads
-    numbers = torch.arange(size)
-    if last == "gate_up_proj":
+def _pieces(name: str, weight: Tensor, model: nn.Module, config: Any) -> Iterator[tuple[int, Tensor]]:
+    path, owner = name.removesuffix(".weight"), model.get_submodule(name.rpartition(".")[0])
+    around, _, last = path.rpartition(".")
+    parent = model.get_submodule(around)
+    is_transposed = isinstance(owner, Conv1D) or getattr(owner, "is_transposed", "Llama4" in type(owner).__name__)
+    outputs = weight.ndim - (1 if is_transposed else 2)
+    numbers = torch.arange(weight.shape[outputs])
+    # Mamba-1 multiplies the one half by what the other one, behind a convolution, has been made.
+    is_gated = (last == "in_proj" and hasattr(parent, "x_proj")) or (last == "fc1" and config.model_type == "moshi")
+    if config.model_type in WHOLE and weight.ndim == 2:
+        pieces: Iterable[Tensor] = (numbers,)
+    elif last in IN_HALVES or is_gated:
         in_halves = getattr(owner, "is_concatenated", True)
         pieces = numbers.chunk(2) if in_halves else (numbers[::2], numbers[1::2])
-    elif last in IN_TURN:
-        unit = size // (heads + 2 * kv)
-        pieces = numbers.split([heads * unit, kv * unit, kv * unit])
-    elif last in BY_HEAD:
-        pieces = tuple(each.flatten() for each in numbers.view(heads, 3, -1).unbind(1))
+    elif last in FUSED:
+        pieces = _split_fused(numbers, parent, config)
     else:
         pieces = (numbers,)
     for each in pieces:
         yield outputs, each
+
+
+def _split_fused(rows: Tensor, attention: nn.Module, config: Any) -> tuple[Tensor, ...]:
+    """The rows of queries, keys and values, as the family's attention takes them apart."""
+    family, heads = config.model_type, config.num_attention_heads
+    kv = getattr(attention, "num_key_value_heads", getattr(config, "num_key_value_heads", None)) or heads
+    if family == "codegen":  # four times queries, values, keys
+        return tuple(each.flatten() for each in rows.view(4, 3, -1).unbind(1))
+    if family == "falcon" and config.new_decoder_architecture:  # each key and value behind its queries
+        groups = rows.view(config.num_kv_heads, heads // config.num_kv_heads + 2, -1)
+        return groups[:, :-2].flatten(), groups[:, -2].flatten(), groups[:, -1].flatten()
+    if family in ("falcon", "gpt_bigcode") and config.multi_query:
+        kv = 1
+    elif family in ("falcon", "gpt_bigcode") or hasattr(attention, "query_key_value"):  # by head
+        return tuple(each.flatten() for each in rows.view(heads, 3, -1).unbind(1))
+    unit = len(rows) // (heads + 2 * kv)
+    return rows.split([heads * unit, kv * unit, kv * unit])
 
 
 class PlainMuon(torch.optim.Optimizer):

@@ -24,8 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from framework.optim.disk_chunks import DiskShard, DiskState
-from framework.optim.disk_ring import DiskStates
+from framework.optim.disk_ring import DiskShard, DiskState, DiskStates
 
 KINDS = tuple(DiskState(name, torch.float32) for name in ("master", "exp_avg", "exp_avg_sq"))
 STEP = torch.ones(())

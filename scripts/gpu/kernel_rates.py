@@ -23,9 +23,8 @@ from framework.mesh.layout import Box
 from framework.model.loss import LARGEST_FUSED_CHUNK, LOSS, LocalSums, TorchLoss
 from framework.model.matmul import accumulate_matmul
 from framework.optim.bit_kernels import BITS, TorchBits
-from framework.optim.low_bit import BLOCK, UNSIGNED, decode, encode
+from framework.optim.low_bit import BLOCK, UNSIGNED, decode, encode, round_to_bf16
 from framework.optim.states import CHUNK_DEVICE
-from framework.optim.stochastic_rounding import round_to_bf16
 from framework.parallel.zero.replicas import BitHash
 
 TINY = "--tiny" in sys.argv

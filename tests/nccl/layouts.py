@@ -34,7 +34,8 @@ Numbers = list[float]
 @dataclass(frozen=True)
 class Layout:
     """A tiny model on so many ranks. changes: of the model's config. freeze: patterns, as of the recipe. pack: as of it, too.
-    on_node: ranks of each node, None: of the only one; reduce: `precision.reduce`; muon: trained by it, heads one by one."""
+    on_node: ranks of each node, None: of the only one; reduce: `precision.reduce`; muon: trained by it, heads one by one, each
+    shared by two ranks."""
 
     world: int
     accumulation: int = 1
@@ -63,7 +64,8 @@ class Layout:
         recipe = replace(recipe, memory=memory, pipeline=pipeline, model=Model(freeze=list(self.freeze)), data=data)
         recipe = replace(recipe, precision=replace(recipe.precision, reduce=self.reduce))
         if self.muon:
-            recipe = replace(recipe, optim=replace(recipe.optim, name="muon", muon=Muon(dtype="master", heads=True)))
+            muon = Muon(dtype="master", heads=True, ranks_per_matrix=2 if self.world > 1 else 1)
+            recipe = replace(recipe, optim=replace(recipe.optim, name="muon", muon=muon))
         return recipe if self.on_node is None else on_nodes(recipe, self.on_node)
 
     @property

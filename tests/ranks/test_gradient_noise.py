@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from framework.errors import EXIT_DONE
-from framework.optim.gradient_noise import average_squares, estimate_noise_scale
+from framework.optim.optimizers import average_squares, estimate_noise_scale
 from framework.recipe.compose import compose
 from framework.track.jsonl import read_records
 from tests import tiny_run

@@ -24,7 +24,7 @@ from transformers import PretrainedConfig
 
 from framework.model import loss
 from framework.model.precision import DTYPES
-from framework.optim import disk_chunks
+from framework.optim import disk_ring
 from framework.plan.plan import GB, make_plan
 from framework.recipe.schema import Memory, Offload, Parallel, Pipeline, Precision, Recipe, Zero
 from framework.verify.compare import NUM_REFERENCES, TOLERANCES, ErrorRow, compare, exceeds, judge, render
@@ -166,7 +166,7 @@ def cover() -> tuple[Choice, ...]:
 
 @contextmanager
 def in_small_chunks() -> Iterator[None]:
-    with patch.object(loss, "LEAST_CHUNK", LEAST_CHUNK), patch.object(disk_chunks, "CHUNK_BYTES", CHUNK_BYTES):
+    with patch.object(loss, "LEAST_CHUNK", LEAST_CHUNK), patch.object(disk_ring, "CHUNK_BYTES", CHUNK_BYTES):
         yield
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from framework.comm.connect import Mesh, connect
-from framework.optim import disk_chunks
+from framework.optim import disk_ring
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.schema import Offload, Recipe
 from framework.train.build import build
@@ -39,7 +39,7 @@ def on_disk(recipe: Recipe, fraction: float, folder: Path) -> Recipe:
 def train_from_disk(rank: int, world: int, rendezvous: str, names: Sequence[str], folder: Path) -> dict[str, Any]:
     """Body: by layout, every bit of a short run with all, half and none of its units' states on the disk, in small chunks."""
     found: dict[str, Any] = {}
-    chunk_bytes, disk_chunks.CHUNK_BYTES = disk_chunks.CHUNK_BYTES, 1 << 16
+    chunk_bytes, disk_ring.CHUNK_BYTES = disk_ring.CHUNK_BYTES, 1 << 16
     for number, name in enumerate(names):
         layout = LAYOUTS[name]
         if rank >= layout.world:
@@ -51,7 +51,7 @@ def train_from_disk(rank: int, world: int, rendezvous: str, names: Sequence[str]
         variants = [layout.recipe, on_disk(layout.recipe, 1.0, folder), on_disk(layout.recipe, 0.5, folder)]
         found[name] = [describe(run_layout(make_plan(each, config), batches, mesh)) for each in variants]
         mesh.close()
-    disk_chunks.CHUNK_BYTES = chunk_bytes
+    disk_ring.CHUNK_BYTES = chunk_bytes
     return found
 
 

@@ -15,7 +15,7 @@ from framework.checkpoint.commit import list_checkpoints, step_of
 from framework.checkpoint.index import read_manifest
 from framework.checkpoint.staging import Entry
 from framework.errors import EXIT_DONE, EXIT_NUMERICS
-from framework.optim.gradient_noise import average_squares
+from framework.optim.optimizers import average_squares
 from framework.track.jsonl import METRICS_FILE, read_records
 from framework.track.sample_ledger import find_ledger_problems, read_lineage
 from framework.train import rank as train

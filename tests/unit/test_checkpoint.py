@@ -37,9 +37,8 @@ from framework.errors import CheckpointError
 from framework.lease import Lease
 from framework.mesh.layout import Layout, Shard
 from framework.mesh.topology import Axis
-from framework.optim import disk_chunks
-from framework.optim.disk_chunks import DiskShard, DiskState
-from framework.optim.disk_ring import DiskStates
+from framework.optim import disk_ring
+from framework.optim.disk_ring import DiskShard, DiskState, DiskStates
 from tests.saving import save_checkpoint
 
 ALONE = Communicator(Axis("world", 1, 0))
@@ -225,7 +224,7 @@ def assert_loaded(entries, step):
 
 def test_what_is_on_a_disk_is_saved_and_loaded_as_what_is_in_memory(tmp_path, monkeypatch):
     """Byte for byte the same files, through memory for one entry; layouts of the two sides differ."""
-    monkeypatch.setattr(disk_chunks, "CHUNK_BYTES", 1 << 14)
+    monkeypatch.setattr(disk_ring, "CHUNK_BYTES", 1 << 14)
     shape, numel = (40, 250), 10_000
     kinds = (DiskState("master", torch.float32), DiskState("exp_avg", torch.bfloat16))
     tensors = {kind.name: content((numel,), kind.dtype) for kind in kinds}

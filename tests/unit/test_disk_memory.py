@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 
-from framework.optim import disk_chunks
+from framework.optim import disk_ring
 from framework.plan.plan import Plan
 from framework.recipe.schema import Offload
 from framework.train.step import TrainingRun, train_step
@@ -50,7 +50,7 @@ def follow(plan: Plan, folder: Path) -> tuple[TrainingRun, list[int]]:
 
 def test_a_whole_run_has_no_more_of_its_states_in_memory_than_the_ring_and_a_unit(tmp_path: Path) -> None:
     """The ring's buffers are not torch's: they are what the plan counts on the host."""
-    with patch.object(disk_chunks, "CHUNK_BYTES", CHUNK_BYTES):
+    with patch.object(disk_ring, "CHUNK_BYTES", CHUNK_BYTES):
         in_memory, live_in_memory = follow(plan_with(Offload()), tmp_path)
         plan = plan_with(Offload(1.0, home="disk", disk_path=str(tmp_path)))
         run, live = follow(plan, tmp_path)

@@ -9,10 +9,17 @@ import pytest
 import torch
 
 from framework.errors import OffloadError, StorageError
-from framework.optim import disk_chunks
-from framework.optim.disk_chunks import NUM_BUFFERS, DiskShard, DiskState, file_bytes, place_chunks, ring_bytes
+from framework.optim import disk_ring
 from framework.optim.disk_file import PAGE_BYTES
-from framework.optim.disk_ring import DiskStates
+from framework.optim.disk_ring import (
+    NUM_BUFFERS,
+    DiskShard,
+    DiskState,
+    DiskStates,
+    file_bytes,
+    place_chunks,
+    ring_bytes,
+)
 
 FP32 = tuple(DiskState(name, torch.float32) for name in ("master", "exp_avg", "exp_avg_sq"))
 # Moments of fewer bits.
@@ -27,7 +34,7 @@ CHUNK_NUMEL = 4096
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    monkeypatch.setattr(disk_chunks, "CHUNK_BYTES", 12 * CHUNK_NUMEL)
+    monkeypatch.setattr(disk_ring, "CHUNK_BYTES", 12 * CHUNK_NUMEL)
 
 
 @pytest.fixture(autouse=True)

@@ -13,11 +13,12 @@ from transformers import CONFIG_MAPPING
 from framework.comm.connect import connect
 from framework.errors import ModelError, RecipeError
 from framework.model.load import build_meta
+from framework.model.shrink import shrink
 from framework.model.units import find_units
-from framework.optim.groups import group_trained
-from framework.optim.held_matrices import MatrixPart, OwnedValues
+from framework.optim.groups import group_trained, is_no_weight
 from framework.optim.matrices import MatrixForm, count_flops, find_matrices
-from framework.optim.muon import assign_owners, group_matrices, orthogonalize, scale_of
+from framework.optim.muon import group_matrices, orthogonalize, scale_of
+from framework.optim.owners import MatrixPart, OwnedValues, assign_owners, measure_balance
 from framework.optim.update_rules import RuleOptimizer
 from framework.parallel.zero.buffer_plan import BufferPlan, Slot
 from framework.plan.forecast_plan import measure_traffic
@@ -27,7 +28,7 @@ from framework.recipe.schema import Adapter, Muon, Optim, Parallel, ParameterGro
 from framework.train.build import build
 from framework.verify.plain_optimizers import PlainMuon
 from framework.verify.plain_optimizers import find_matrices as find_plain_matrices
-from tests.families import build_config, family
+from tests.families import FAMILIES, RECURRENT, STATE_SPACES, STOCK_EXPERTS, build_config, family
 from tests.grid import few_of
 from tests.ranks.parity import small_recipe
 
@@ -71,7 +72,7 @@ def test_iterations_in_bf16_are_torchs_within_their_rounding() -> None:
     optimizer = torch.optim.Muon([stock], lr=1.0, momentum=0.0, weight_decay=0.0, nesterov=False)
     stock.grad = matrix[1].clone()
     optimizer.step()
-    ours = orthogonalize(matrix.bfloat16(), 5)[1].float() * scale_of((48, 32), "original")
+    ours = orthogonalize(matrix.bfloat16().mT, 5)[1].mT.float() * scale_of((48, 32), "original")
     assert (ours + stock.detach()).norm() < 2e-2 * ours.norm()
 
 
@@ -196,6 +197,45 @@ def test_heads_that_nothing_tells_apart_are_refused(name: str, reason: str) -> N
         find_matrices(model, tuple(find_units(model)), {}, BY_HEADS)
 
 
+ORACLES = {each.name: each for each in (*FAMILIES, *STOCK_EXPERTS, *STATE_SPACES, *RECURRENT)}
+# Packed in ways of their own; and families that are none of those, in small copies.
+PACKED = (
+    "codegen",
+    "dbrx",
+    "falcon",
+    "falcon_grouped",
+    "gpt_bigcode",
+    "jamba",
+    "mpt",
+    "granitemoehybrid",
+    "llama4_text",
+)
+OTHERS = ("minimax", "modernbert-decoder", "moshi", "zamba2")
+
+
+@pytest.mark.parametrize("name", few_of([*ORACLES, *OTHERS], lambda name: name in PACKED))
+@pytest.mark.parametrize("heads", [False, True])
+def test_the_oracle_cuts_weights_as_a_run_does(name: str, heads: bool) -> None:
+    config = build_config(ORACLES[name]) if name in ORACLES else shrink(CONFIG_MAPPING[name]())
+    optim, model = Optim(name="muon", muon=Muon(heads=heads)), build_meta(config, "auto")
+    try:
+        forms = find_matrices(model, tuple(find_units(model)), {}, optim)
+    except ModelError as error:
+        assert heads, error  # noqa: PT017
+        return
+    oracle = find_plain_matrices(model, config, optim)
+    shapes = {each: tuple(model.get_parameter(each).shape) for each in forms}
+    forms = {each: form for each, form in forms.items() if not is_no_weight(each, shapes[each])}
+    assert oracle.keys() == forms.keys()
+    for each, form in forms.items():
+        *_, a, b = shapes[each]
+        numbers = torch.arange((a, b)[form.dim]).view((-1, 1) if form.dim == 0 else (1, -1))
+        pieces = [piece for block in numbers.chunk(form.blocks, form.dim) for piece in form.split(block)]
+        found = [(len(shapes[each]) - 2 + form.dim, sorted(piece.flatten().tolist())) for piece in pieces]
+        expected = [(dim, sorted(indices.tolist())) for dim, indices in oracle[each]]
+        assert len(found) == len(expected) == 1 or sorted(found) == sorted(expected), each
+
+
 @pytest.mark.parametrize(("name", "tp"), [("gpt2", 1), ("llama", 2), ("llama", 4)])
 def test_each_head_is_whole_on_a_rank_of_tp_and_has_its_owner_there(name: str, tp: int) -> None:
     settings, num_shards = replace(SETTINGS, heads=True), 3
@@ -267,10 +307,68 @@ def test_owners_have_equal_work(model: str) -> None:
     num_matrices, *ratios = BUSIEST[model]
     assert len(costs) == num_matrices
     for num_owners, expected in zip(OWNERS, ratios, strict=True):
-        loads = [0] * num_owners
-        for owner, cost in zip(assign_owners(costs, loads), costs, strict=True):
-            loads[owner] += cost
-        assert max(loads) * num_owners / sum(costs) == pytest.approx(expected, rel=0.02), num_owners
+        assert measure_balance(costs, None, num_owners) == pytest.approx(expected, rel=0.02), num_owners
+
+
+# Ranks that share a matrix where one each is not enough, by the number of ranks.
+SHARED = {"Llama 3.1 8B": {256: 2, 512: 4, 1024: 8}, "Llama 3.1 70B": {256: 2, 512: 4, 1024: 8}, "DeepSeek-V3": {}}
+
+
+@pytest.mark.parametrize("model", few_of(SHARED, lambda model: "V3" not in model))
+def test_ranks_of_a_node_that_share_matrices_have_equal_work(model: str) -> None:
+    matrices = MATRICES[model]
+    alone = sum(number * count_flops((a, b), 5) for number, a, b in matrices)
+    for num_owners in (1 << power for power in range(3, 11)):
+        for shared in (1, 2, 4, 8):
+            costs = [count_flops((a, b), 5, shared) for number, a, b in matrices for _ in range(number)]
+            balance = measure_balance(costs, None, num_owners, team=shared)
+            if balance <= 1.1:
+                break
+        assert balance <= 1.1
+        assert shared == SHARED[model].get(num_owners, 1)
+        # They do little twice.
+        assert shared * sum(costs) < 1.05 * alone
+
+
+def test_a_plan_shares_large_matrices_where_owners_have_few() -> None:
+    config = CONFIG_MAPPING["llama"](hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, vocab_size=64)
+    recipe = replace(small_recipe("bf16", 16, 1, 16, zero=Zero(stage=3)), optim=Optim(name="muon"))
+    for world, tp, stated, expected in ((16, 1, "auto", 4), (16, 2, "auto", 4), (2, 1, "auto", 1), (16, 1, 2, 2)):
+        batch = replace(recipe.batch, sequences_per_microbatch=16 * tp // world)
+        plan = make_plan(
+            replace(
+                recipe,
+                batch=batch,
+                parallel=Parallel(tp=tp),
+                launch=replace(recipe.launch, ranks=world),
+                optim=Optim(name="muon", muon=Muon(ranks_per_matrix=stated)),  # type: ignore[arg-type]
+            ),
+            config,
+        )
+        assert plan.topology.size("matrix") == expected
+        axes = [unconnected(plan.topology, rank) for rank in range(world)]
+        groups = [
+            group_matrices(
+                plan.of_rank(rank).buffers, plan.groups, axes[rank], plan.recipe.optim.muon, torch.device("meta")
+            )
+            for rank in range(world)
+        ]
+        loads = [of_rank[-1].loads[0] for of_rank in groups]
+        assert all(
+            loads[rank] == of_rank[-1].loads[0] and of_rank[-1].loads[peer - rank] == loads[peer]
+            for rank, of_rank in enumerate(groups)
+            for peer in range(world)
+        )
+        assert stated != "auto" or max(loads) * world / sum(loads) <= 1.1
+
+
+def test_ranks_that_share_a_matrix_hold_parts_of_it() -> None:
+    recipe = replace(small_recipe("fp32", 6, zero=Zero(stage=3)), optim=Optim(name="muon"))
+    recipe = replace(recipe, parallel=Parallel(tp=2))
+    for stated, is_refused in (("auto", False), (1, False), (2, False), (6, False), (3, True), (4, True)):
+        muon = Muon(ranks_per_matrix=stated)  # type: ignore[arg-type]
+        found = check_recipe(replace(recipe, optim=replace(recipe.optim, muon=muon)), {})
+        assert ("optim.muon.ranks_per_matrix" in {problem.key for problem in found}) is is_refused
 
 
 # Of a stage of DeepSeek-V3 with four layers, (number, rows, columns): attention; shared experts and routers.

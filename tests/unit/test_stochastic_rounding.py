@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from framework.mesh.layout import Box, Layout, Shard
-from framework.optim.stochastic_rounding import FACTORS, SHIFTS, Key, draw_bits, hash_key, round_to_bf16
+from framework.optim.low_bit import FACTORS, SHIFTS, Key, draw_bits, hash_key, round_to_bf16
 
 KEY: Key = (7, "moments", 3, "w")
 # The seeds are fixed, so a bound at so many standard deviations either holds always or never.

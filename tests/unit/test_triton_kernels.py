@@ -26,9 +26,9 @@ from framework.model.chunked_loss import ChunkedLoss, LogitMap
 from framework.model.fp8 import CASTS, E4M3, E5M2, Fp8Matmul, TorchCast, quantize
 from framework.model.loss import IGNORE, LOSS, TokenLoss, TorchLoss, token_loss
 from framework.optim.bit_kernels import BITS, TorchBits
+from framework.optim.low_bit import WORD_BITS
 from framework.optim.optimizers import FlatOptimizer, state_names
 from framework.optim.states import MomentsDtype
-from framework.optim.stochastic_rounding import WORD_BITS
 from framework.optim.update_rules import FlatShard, ShardGroup
 from framework.parallel.zero.row_codes import ROWS
 from framework.plan.plan import unconnected

@@ -7,7 +7,7 @@ from framework.mesh.layout import Box
 from framework.model.experts import count_experts, find_experts
 from framework.model.load import build_meta, kept_in_fp32
 from framework.optim.groups import group_parameters, learning_rate
-from framework.optim.stochastic_rounding import draw_bits
+from framework.optim.low_bit import draw_bits
 from framework.recipe.schema import Adapter, LearningRateSchedule, Optim, ParameterGroup
 from framework.verify import plain
 from framework.verify.compare import compare_initial

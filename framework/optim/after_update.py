@@ -1,13 +1,18 @@
-"""Clipping of updates, parameter by parameter (`optim.clip_update`).
+"""After an update: its clipping, parameter by parameter (`optim.clip_update`), and averages of the weights (`train.ema`).
 
     W <- B + min(1, c / rms(U)) lr U        B = (1 - lr_d wd) W, the decayed weight; lr U the optimizer's update of it
+    E <- E + (1 - d) (W - E)                the average, which begins as W does
 
 A parameter whose update is large for once, because its second moment lags behind its gradient, moves no farther than others
 (Shazeer and Stern 2018, arXiv 1804.04235, section 5, for any optimizer). The mean square is that of the whole parameter: one
 all-reduce of a number for each over the world.
+
+Validation and export may read averages in place of the weights. An average lies where its masters do and is cut as they are, so
+it sends nothing, and a checkpoint keeps it as a state of the optimizer. It is in the moments' dtype, at least fp32: in bf16 a
+change of (1 - d) would be rounded away.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -22,6 +27,9 @@ from framework.optim.groups import GroupAssignment, decay_rate
 from framework.optim.optimizers import Missed
 from framework.optim.update_rules import FlatShard
 from framework.recipe.schema import Optim
+
+# The kind of an average's entries in checkpoints.
+AVERAGE = "ema"
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,3 +90,36 @@ class UpdateClipping:
         """The factor of the learning rate in a parameter's decay. SGD's is a part of its update."""
         each = self._assignments[name]
         return 0.0 if self._optim.name == "sgd" else each.lr_ratio * each.weight_decay
+
+
+class WeightAverages:
+    """The averages of shards, which have their values. decay: d above, the share of an average that a step keeps."""
+
+    def __init__(self, shards: Iterable[FlatShard], decay: float):
+        self._decay = decay
+        self._values = {shard: shard.value.detach().to(shard.gradient.dtype, copy=True) for shard in shards}
+
+    def of(self, shard: FlatShard) -> Tensor:
+        """The average of a shard, [n]."""
+        return self._values[shard]
+
+    def update(self, shards: Iterable[FlatShard], skip: Tensor) -> None:
+        """Move the averages of shards that were updated; no effect where `skip`, a scalar on their device, is 1."""
+        taken = 1.0 - skip.double()
+        for shard in shards:
+            average = self._values[shard]
+            average.lerp_(shard.value.to(average.dtype), (taken * (1 - self._decay)).to(average.dtype))
+
+    def restart(self, parts: Iterable[ParameterPart]) -> None:
+        """Begin anew with the values that these parameters have now."""
+        for part in parts:
+            self._values[part.shard][part.start : part.stop].copy_(part.value)
+
+    @contextmanager
+    def in_place_of_values(self) -> Iterator[None]:
+        """Have shards hold their averages for a while. Memory: a copy of the values."""
+        kept = [shard.value.clone() for shard in self._values]
+        for shard, average in self._values.items():
+            shard.value.copy_(average)
+        yield
+        torch._foreach_copy_([shard.value for shard in self._values], kept)
