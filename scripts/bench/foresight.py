@@ -39,13 +39,15 @@ from scripts.bench.nanotron import GIB, UNITS, Choice, Fitted, Llama, Nanotron, 
 
 CONTEXT = 4096
 VOCABULARY = 131072
-# hidden, layers, heads, intermediate, whether the embeddings are tied. The playbook says that the 3B model has 24 heads; its
-# script for these runs has 32, and runs with tp=16 and 32 ran, which 24 heads do not allow. Bytes and FLOPs do not depend on it.
+# hidden, layers, heads, heads of keys, intermediate, whether the embeddings are tied. The playbook says that the 3B model has 24
+# heads; its script for these runs has 32, and runs with tp=16 and 32 ran, which 24 heads do not allow. Bytes and FLOPs do not
+# depend on it.
 SIZES = {
-    "1B": (2048, 16, 32, 8192, True),
-    "3B": (3072, 28, 32, 8192, True),
-    "8B": (4096, 32, 32, 14336, False),
-    "80B": (8192, 80, 64, 28672, False),
+    "1B": (2048, 16, 32, 32, 8192, True),
+    "3B": (3072, 28, 32, 32, 8192, True),
+    "8B": (4096, 32, 32, 32, 14336, False),
+    "80B": (8192, 80, 64, 64, 28672, False),
+    "70B": (8192, 80, 64, 8, 28672, False),
 }
 COUNTS = ("nodes", "dp", "tp", "pp", "mbs", "ga", "gbs", "zero")
 MEASURED = ("tps", "mem")
@@ -58,12 +60,14 @@ class TableError(MeshwrightError):
 
 @dataclass(frozen=True)
 class Row:
-    """A published run. tps, mem: None where it failed."""
+    """A published run. gbs: sequences that the file says of a step, which a few rows' microbatches are not; tps, mem: None where
+    it failed."""
 
     line: int
     size: str
     candidate: Candidate
     nodes: int
+    gbs: int
     tps: float | None
     mem: float | None
 
@@ -71,8 +75,27 @@ class Row:
     def half(self) -> str:
         """The half that it belongs to, by what was chosen before the run."""
         c = self.candidate
-        chosen = (self.size, self.nodes, c.dp, c.tp, c.pp, c.sequences, c.accumulation, c.zero)
+        accumulation, rest = divmod(self.gbs, c.dp * c.sequences)
+        chosen = (
+            self.size,
+            self.nodes,
+            c.dp,
+            c.tp,
+            c.pp,
+            c.sequences,
+            c.accumulation if rest else accumulation,
+            c.zero,
+        )
         return HALVES[hashlib.sha256("|".join(map(str, chosen)).encode()).digest()[0] % 2]
+
+    @property
+    def model(self) -> str:
+        """The model that ran. Pipelines of 80B with ZeRO 0 and tp within a node are the 70B of eight heads of keys: so says the
+        column mfu, over tps, which is FLOPs of a token."""
+        is_grouped = (
+            self.size == "80B" and self.candidate.pp > 1 and self.candidate.zero == 0 and self.candidate.tp <= 8
+        )
+        return "70B" if is_grouped else self.size
 
     @property
     def group(self) -> tuple[str, int]:
@@ -138,8 +161,6 @@ def _read_row(path: Path, line: int, cells: dict[str, Any]) -> Row:
     world = counts["dp"] * counts["tp"] * counts["pp"]
     if -(-world // 8) != counts["nodes"]:
         raise TableError(f"{path}:{line}: dp x tp x pp = {world} ranks are not {counts['nodes']} nodes of eight")
-    # A few rows name more microbatches than a step of gbs sequences has; the throughput they give is that of such a step.
-    accumulation, rest = divmod(counts["gbs"], counts["dp"] * counts["mbs"])
     candidate = Candidate(
         dp=counts["dp"],
         tp=counts["tp"],
@@ -148,10 +169,10 @@ def _read_row(path: Path, line: int, cells: dict[str, Any]) -> Row:
         zero=counts["zero"],
         shard=counts["dp"] if counts["zero"] else 1,
         sequences=counts["mbs"],
-        accumulation=counts["ga"] if rest else accumulation,
+        accumulation=counts["ga"],
         context=CONTEXT,
     )
-    return Row(line, size, candidate, counts["nodes"], numbers["tps"], numbers["mem"])
+    return Row(line, size, candidate, counts["nodes"], counts["gbs"], numbers["tps"], numbers["mem"])
 
 
 def _read_number(path: Path, line: int, name: str, cell: Any) -> float | None:
@@ -170,13 +191,13 @@ def _read_number(path: Path, line: int, name: str, cell: Any) -> float | None:
 @cache
 def read_llama(size: str) -> Llama:
     """The model of a size, from a config of transformers."""
-    hidden, layers, heads, intermediate, is_tied = SIZES[size]
+    hidden, layers, heads, key_heads, intermediate, is_tied = SIZES[size]
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=heads,
+        num_key_value_heads=key_heads,
         intermediate_size=intermediate,
         tie_word_embeddings=is_tied,
         max_position_embeddings=CONTEXT,
@@ -192,14 +213,14 @@ def read_cluster() -> ClusterRates:
 
 def foretell(rows: Sequence[Row], fitted: Fitted) -> list[Outcome]:
     """Foretell each row, and whether a failure was one of memory."""
-    machines = {size: Nanotron(read_llama(size), read_cluster(), fitted) for size in {row.size for row in rows}}
+    machines = {model: Nanotron(read_llama(model), read_cluster(), fitted) for model in {row.model for row in rows}}
     ran: dict[tuple[str, int, int], list[Row]] = {}
     for row in rows:
         if row.mem is not None:
             ran.setdefault(_alike(row), []).append(row)
     outcomes = []
     for row in rows:
-        machine = machines[row.size]
+        machine = machines[row.model]
         choice = machine.choose(row.candidate)
         memory = machine.memory(row.candidate, choice)
         refusal = find_refusal(machine.llama, row.candidate)
@@ -208,7 +229,9 @@ def foretell(rows: Sequence[Row], fitted: Fitted) -> list[Outcome]:
             by_memory = not _memory_sufficed(machine, row, ran.get(_alike(row), ()))
         seconds = machine.time(row.candidate, choice)
         first = memory.stages[0].allocated / GIB
-        outcomes.append(Outcome(row, refusal, memory.spare >= 0, by_memory, seconds.tokens_per_s_and_rank, first))
+        outcomes.append(
+            Outcome(row, refusal, machine.fits(row.candidate), by_memory, seconds.tokens_per_s_and_rank, first)
+        )
     return outcomes
 
 
@@ -315,8 +338,6 @@ START = replace(
     passes=2.0,
     ring_step_s=0.05e-3,
     slow_step_s=0.2e-3,
-    node_step_s=0.05e-3,
-    message_s=0.5,
     ahead=30.0,
     bucket_s=0.5e-3,
     far_s=0.5,
@@ -345,14 +366,14 @@ def fit(rows: Sequence[Row], start: Fitted, rounds: int) -> Fitted:
 
 
 def _machine(row: Row, fitted: Fitted) -> Nanotron:
-    return Nanotron(read_llama(row.size), read_cluster(), fitted)
+    return Nanotron(read_llama(row.model), read_cluster(), fitted)
 
 
 def _loss(ran: Sequence[Row], choices: Sequence[Choice], fitted: Fitted) -> float:
     machines = {size: Nanotron(read_llama(size), read_cluster(), fitted) for size in SIZES}
     memory, time = [], []
     for row, choice in zip(ran, choices, strict=True):
-        machine = machines[row.size]
+        machine = machines[row.model]
         mem = machine.first_stage(row.candidate, choice).allocated / GIB
         tps = machine.time(row.candidate, choice).tokens_per_s_and_rank
         memory.append(abs(log(mem / (row.mem or mem))))
