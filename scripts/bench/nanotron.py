@@ -44,7 +44,7 @@ LARGEST = 50e9
 STEP_TOKENS = 2**20
 # Nodes of the largest runs.
 FAR_NODES = 64
-# With a pipeline: share of the time of slow rings from which on a layer's kernels keep the device behind the host.
+# With a pipeline: share of the host's time for a layer, slow rings included, from which on its kernels keep the device behind.
 AHEAD_SHARE = 0.8
 # cuBLAS on Hopper: 32 MiB for each pair of handle and stream; forward and backward, beside and inside of collectives.
 MATMUL_WORKSPACE = 4 * 32 * 2**20
@@ -65,14 +65,14 @@ LOGIT_PASSES = 52.0
 class Fitted:
     """Constants that are fitted to published runs. UNITS says what each one is."""
 
-    host_layer_s: float = 4.59e-3
-    passes: float = 3.46
-    ring_step_s: float = 0.0497e-3
-    slow_step_s: float = 0.261e-3
-    ahead: float = 44.8
+    host_layer_s: float = 4.56e-3
+    passes: float = 3.22
+    ring_step_s: float = 0.0481e-3
+    slow_step_s: float = 0.264e-3
+    ahead: float = 43.0
     reserve_gib: float = 11.0
-    bucket_s: float = 0.356e-3
-    far_s: float = 0.318
+    bucket_s: float = 0.368e-3
+    far_s: float = 0.352
     repeated: float = 5e9
 
 
@@ -225,10 +225,13 @@ class Nanotron:
         """Whether memory suffices on every rank, queued outputs included."""
         return self.memory(candidate, self._campaign(candidate)).spare >= 0
 
+    def campaigns(self, candidate: Candidate) -> tuple[Choice, Choice]:
+        """The first and the second campaign's run of a layout."""
+        return Choice(True, 0), Choice(False, self._forwards_ahead(candidate))
+
     def _campaign(self, candidate: Candidate) -> Choice:
-        if self._is_first_only(candidate):
-            return Choice(True, 0)
-        return Choice(False, self._forwards_ahead(candidate))
+        first, second = self.campaigns(candidate)
+        return first if self._is_first_only(candidate) else second
 
     def _forwards_ahead(self, candidate: Candidate) -> float:
         """In a pipeline the host waits for messages: it is ahead by the first stage's forwards before its first backward, but for
@@ -242,7 +245,7 @@ class Nanotron:
     def _is_first_only(self, candidate: Candidate) -> bool:
         """Whether the second campaign left a layout out, as read off the fitting half: tp over four nodes with a pipeline; all
         else on 64 nodes but pipelines of few microbatches; without a pipeline steps of another size; on 16 nodes with DDP deep
-        pipelines; on 32 nodes with tp large models but for single sequences, and ZeRO 1 with more replicas than ranks in one. Of
+        pipelines; on 32 nodes large models but for single sequences, and ZeRO 1 with more replicas than ranks in one. Of
         the largest model no pipeline on up to 32 nodes."""
         stages, tp = candidate.pp, candidate.tp
         has_few = candidate.accumulation < stages
@@ -254,16 +257,18 @@ class Nanotron:
             return candidate.tokens_per_step != STEP_TOKENS
         if self.llama.parameters > LARGEST:
             return False
-        if candidate.nodes > 16:
-            is_large = self.llama.parameters > self.fitted.repeated and candidate.sequences > 1
-            is_spread = candidate.zero == 1 and candidate.dp > tp * stages and not has_few
-            return tp > 1 and (is_large or is_spread)
-        is_deep = stages > 2 or tp > candidate.ranks_per_node
-        return is_deep and candidate.nodes > 4 and candidate.zero == 0 and candidate.dp > 1
+        if candidate.zero == 0 and 1 < candidate.dp < 32:
+            return candidate.nodes > 1
+        if candidate.nodes <= 16:
+            return False
+        is_large = self.llama.parameters > self.fitted.repeated and candidate.sequences > 1
+        is_spread = candidate.zero == 1 and candidate.dp > tp * stages and not has_few
+        return is_large or is_spread
 
     def _is_device_bound(self, candidate: Candidate) -> bool:
         """Whether the host gets ahead where each collective of tp keeps it waiting."""
-        return self.device_seconds(candidate) > AHEAD_SHARE * self.ring_seconds(candidate, Choice(True, 0))
+        host = self.fitted.host_layer_s + self.ring_seconds(candidate, Choice(True, 0))
+        return self.device_seconds(candidate) > AHEAD_SHARE * host
 
     # --- memory
 

@@ -18,6 +18,7 @@ from scripts.bench.foresight import (
     read_cluster,
     read_llama,
     read_rows,
+    render_noise,
     summarize,
 )
 from scripts.bench.nanotron import GIB, UNITS, Choice, Fitted, Nanotron, find_refusal, split_blocks
@@ -268,6 +269,21 @@ def test_microbatches_are_those_of_the_row_whatever_gbs_says(tmp_path):
     machine = _machine()
     assert machine.choose(named.candidate).is_first
     assert not machine.choose(whole.candidate).is_first
+
+
+def test_a_campaign_that_is_told_is_the_nearer_one(tmp_path):
+    lines = [f"1B,2,2,2,4,8,16,256,{zero},1.0,9.0,9.0" for zero in (0, 1)]
+    lines += [f"1B,2,4,2,2,4,16,256,{zero},1.0,9.0,9.0" for zero in (0, 1)]
+    machine, made = _machine(), []
+    for row in read_rows(_write(tmp_path, lines)):
+        # Each layout with ZeRO 0 as the first campaign ran it, with ZeRO 1 as the second.
+        choice = machine.campaigns(row.candidate)[row.candidate.zero]
+        made.append(replace(row, tps=machine.time(row.candidate, choice).tokens_per_s_and_rank))
+    assert summarize(foretell(made, Fitted(), is_told=True))["throughput_p90"] == 0
+    noise = render_noise(foretell(made, Fitted()))
+    assert "2 pairs of runs differ in nothing but ZeRO" in noise
+    assert "tau of 1 pairs of their layouts" in noise
+    assert render_noise(foretell(made[:2], Fitted())) == "no two layouts of a group ran with ZeRO 0 and 1"
 
 
 @pytest.mark.parametrize(
