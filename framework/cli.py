@@ -24,14 +24,10 @@ class Command:
 
     name: str
     summary: str
-    # Takes the overrides of a recipe.
-    composes: bool = False
-    # Does more than print: where its output is lost, it has not failed.
-    works: bool = False
-    # Starts ranks or writes files: several processes of a launcher would do it each.
-    runs_once: bool = False
-    # The file of commands/, if it has another name.
-    file: str = ""
+    composes: bool = False  # takes the overrides of a recipe
+    works: bool = False  # does more than print: where its output is lost, it has not failed
+    runs_once: bool = False  # starts ranks or writes files: several processes of a launcher would do it each
+    file: str = ""  # the file of commands/, if it has another name
 
     @property
     def module(self) -> Any:
@@ -171,7 +167,7 @@ def _describe_version() -> str:
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
-    from framework.launch.record import describe_commit
+    from framework.host import describe_commit
 
     found = describe_commit()
     commit = f" (commit {found['commit'][:9]}{', edited' if found['edited'] else ''})" if found else ""
@@ -184,7 +180,7 @@ def _describe_version() -> str:
 
 
 def _explain_command(name: str) -> str:
-    from framework.recipe.suggest import nearest
+    from framework.recipe.keys import nearest
 
     names = [command.name for command in COMMANDS]
     if "=" in name:

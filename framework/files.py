@@ -45,9 +45,8 @@ def write_atomically(path: Path, mode: int = 0o666, unfinished: Path | None = No
     unfinished = unfinished or unfinished_path(path)
     try:
         with name_errors(path):
-            unfinished.unlink(
-                missing_ok=True
-            )  # of a process that was killed: a file keeps the mode that it was made with
+            # One that a killed process has left would keep the mode that it was made with.
+            unfinished.unlink(missing_ok=True)
             with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
                 yield file
                 file.flush()

@@ -32,7 +32,7 @@ from framework.parallel.pipeline.schedules import SCHEDULES, make_schedule  # no
 from framework.parallel.pipeline.simulate import peak_live, simulate, unit_costs  # noqa: E402
 from framework.plan.candidate import OFFLOADED  # noqa: E402
 from framework.plan.cluster import ClusterRates, place_group  # noqa: E402
-from framework.plan.forecast import MemoryForecast  # noqa: E402
+from framework.plan.forecast_memory import MemoryForecast  # noqa: E402
 from framework.plan.page_charts import KINDS  # noqa: E402
 from framework.plan.plan import Plan, make_plan  # noqa: E402
 from framework.plan.time import TimeModel  # noqa: E402

@@ -37,7 +37,7 @@ import torch
 
 from framework.checkpoint.commit import RANK_POINTS, SAVE_POINTS, list_checkpoints, newest_checkpoint, step_of
 from framework.commands.inject import damage
-from framework.faults.plan import parse_fault, plan_faults, read_log
+from framework.faults import parse_fault, plan_faults, read_log
 from framework.track.goodput import read_account
 from framework.track.jsonl import METRICS_FILE, read_records
 from framework.track.sample_ledger import find_ledger_problems, read_lineage

@@ -5,9 +5,9 @@ from functools import partial
 from framework.optim.optimizers import state_names
 from framework.parallel.pipeline.lower import LiveMoment
 from framework.parallel.pipeline.simulate import unit_costs
-from framework.plan.activation_peaks import make_moments
-from framework.plan.memory import measure_units, total_on_device
+from framework.plan.activation_bytes import make_moments
 from framework.plan.plan import Plan
+from framework.plan.state_bytes import measure_units, total_on_device
 
 
 def held_by_buffers(plan: Plan, rank: int) -> dict[str, int]:

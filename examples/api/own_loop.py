@@ -13,10 +13,9 @@ from framework.checkpoint.save import Saver
 from framework.data.prepared import open_found
 from framework.monitor.watchdog import Watchdog
 from framework.track.console import Console
-from framework.track.observers import Observers
-from framework.track.report import RunInfo
+from framework.track.report import Observers, RunInfo
+from framework.train.loop import SavePolicy
 from framework.train.reports import Reporter
-from framework.train.save_policy import SavePolicy
 from framework.train.state import RunState
 
 words = ["experiment=quickstart", "launch.ranks=1", "train.steps=5", "optim.schedule.warmup_steps=0"]

@@ -39,6 +39,7 @@ from framework.checkpoint.folder import (
     REWOUND,
     Fault,
     LocalFolder,
+    ObjectFolder,
     no_fault,
     no_room,
     report,
@@ -53,7 +54,6 @@ from framework.checkpoint.index import (
     replace_state,
     verify_sizes,
 )
-from framework.checkpoint.object_folder import ObjectFolder
 from framework.errors import CheckpointError, StorageError
 from framework.lease import Lease
 from framework.object_store import ObjectPath, Place, error_text, read, retry, storage_error

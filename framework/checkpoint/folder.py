@@ -1,13 +1,30 @@
-"""A run's folder of checkpoints on a file system: its contents, and how a checkpoint gets its name and loses it.
+"""A run's folder of checkpoints: its contents, and how a checkpoint gets its name and loses it.
 
 Commits, retention, rewinds and resumes work on a `Folder` (commit.py): a `LocalFolder`, where names change by renames, or an
-`ObjectFolder` of an object store, which has none (object_folder.py). Their methods are alike; those of `LocalFolder` say what
-each does. They raise OSError if the storage fails, and LeaseLost if another start has the run. What they write never replaces
-what a newer start reads.
+`ObjectFolder`. Their methods are alike; those of `LocalFolder` say what each does. They raise OSError if the storage fails, and
+LeaseLost if another start has the run. What they write never replaces what a newer start reads.
+
+An object store puts an object atomically and renames nothing:
+
+    URL/RUN-ID/
+        .epoch-7.json               the newest start's record: whose run this is, and what was committed before it
+        step-00000100.7/            a checkpoint of the start of epoch 7
+            rank-00000.bin ...      each put by its rank
+            index.bin
+            manifest.json           put last: *this is the commit*
+            manifest.json.bad       in its place, if the checkpoint is damaged; .rewound if a rewind has left it
+
+A prefix without a manifest is no checkpoint: an interrupted save leaves objects that nobody reads and the next save removes.
+
+**Fencing.** A start that was taken for dead may wake up before any put. Its objects lie below a name with its own epoch, so
+it overwrites none of a newer start's. And what it commits does not count: a checkpoint counts if the newest record, by its
+epoch, lists it, or if it is of that epoch itself. Each start puts its record, with all that counted until then, after it has
+taken the lease of the run and before it looks for checkpoints. So the store needs only to put an object atomically and to list
+and read it from then on, which S3, GCS and Azure promise. A stale start can still do what follows a check of the lease directly:
+remove a checkpoint that its own retention had chosen, or amend one for its own rewind.
 """
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -17,16 +34,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Self
-
-import numpy as np
+from typing import Any
 
 from framework.checkpoint.index import MANIFEST
+from framework.checkpoint.storage import KEY, DirectFile
 from framework.errors import CheckpointError, LeaseLost, MeshwrightError
 from framework.files import create_file, sync
 from framework.lease import Lease, discard
-from framework.object_store import Place, read, retry
+from framework.object_store import ObjectPath, Place, Upload, read, retry
 
 Fault = Callable[[str], None]
 
@@ -34,16 +49,50 @@ Fault = Callable[[str], None]
 SPARE_BYTES = 1 << 20
 # Suffixes of the names of damaged checkpoints, and of those that a rewind has left.
 BAD, REWOUND = ".bad", ".rewound"
-
-# Memory, place and size of a direct write must be multiples of a page, which no disk's blocks exceed.
-ALIGNMENT = 4096
-O_DIRECT = getattr(os, "O_DIRECT", 0)  # not on macOS
-# Errors of a file system that does not support the flag or a direct write, or of memory that a driver has mapped.
-REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT)
+RECORD = re.compile(r"\.epoch-(\d+)\.json")
+STEP = re.compile(r"step-(\d+)(?:\.(\d+))?")
 
 
 def no_fault(point: str) -> None:
     """Inject no fault."""
+
+
+def committed_name(root: Path, step: int) -> Path:
+    """The path of the committed checkpoint of a step, `step-N` in `root`."""
+    return root / f"step-{step:08d}"
+
+
+def write_note(lease: Lease, note: Path, step: int) -> None:
+    """Note beside the checkpoints which step was committed last; durable on return."""
+    lease.write(note, json.dumps({"committed_step": step}).encode())
+
+
+def no_room(root: Place, bytes_needed: int) -> CheckpointError:
+    """The error for a disk that is too small for a checkpoint of `bytes_needed`."""
+    free = "how many are free cannot be found out"
+    with suppress(OSError):
+        free = f"{shutil.disk_usage(root).free:,} are free" if isinstance(root, Path) else free
+    return CheckpointError(
+        f"no room for a checkpoint in {root}: it needs {bytes_needed + SPARE_BYTES:,} bytes, {free}."
+        f" Former checkpoints are intact. Free space, lower checkpoint.keep, or move run.root to a larger disk"
+    )
+
+
+@contextmanager
+def reported(what: str) -> Iterator[None]:
+    """Report errors of the storage in this block instead of raising them, where a checkpoint is safe already. The loss of the
+    lease is raised: it ends this process."""
+    try:
+        yield
+    except LeaseLost:
+        raise
+    except (OSError, MeshwrightError) as error:
+        report(f"{what}: {error}")
+
+
+def report(message: str) -> None:
+    """Print a message to stderr that a user must see although the run goes on."""
+    print(message, file=sys.stderr, flush=True)
 
 
 class LocalFolder:
@@ -196,113 +245,171 @@ class LocalFolder:
             return []
 
 
-def committed_name(root: Path, step: int) -> Path:
-    """The path of the committed checkpoint of a step, `step-N` in `root`."""
-    return root / f"step-{step:08d}"
-
-
-def write_note(lease: Lease, note: Path, step: int) -> None:
-    """Note beside the checkpoints which step was committed last; durable on return."""
-    lease.write(note, json.dumps({"committed_step": step}).encode())
-
-
-def no_room(root: Place, bytes_needed: int) -> CheckpointError:
-    """The error for a disk that is too small for a checkpoint of `bytes_needed`."""
-    free = "how many are free cannot be found out"
-    with suppress(OSError):
-        free = f"{shutil.disk_usage(root).free:,} are free" if isinstance(root, Path) else free
-    return CheckpointError(
-        f"no room for a checkpoint in {root}: it needs {bytes_needed + SPARE_BYTES:,} bytes, {free}."
-        f" Former checkpoints are intact. Free space, lower checkpoint.keep, or move run.root to a larger disk"
-    )
-
-
-@contextmanager
-def reported(what: str) -> Iterator[None]:
-    """Report errors of the storage in this block instead of raising them, where a checkpoint is safe already. The loss of the
-    lease is raised: it ends this process."""
-    try:
-        yield
-    except LeaseLost:
-        raise
-    except (OSError, MeshwrightError) as error:
-        report(f"{what}: {error}")
-
-
-def report(message: str) -> None:
-    """Print a message to stderr that a user must see although the run goes on."""
-    print(message, file=sys.stderr, flush=True)
-
-
 def _local(path: Place) -> Path:
     assert isinstance(path, Path), path
     return path
 
 
-class DirectFile:
-    """A new file, written from first to last past the system's page cache, straight from the memory where its bytes are staged.
+class ObjectFolder:
+    """The folder of a run's checkpoints below a URL. Its methods do what those of `LocalFolder` do."""
 
-    A checkpoint is written once and read after a failure, if ever. Through the page cache the kernel would copy all of it, in
-    time that training wants (0.7 s of CPU for 512 MiB on one machine, 0.02 s without), drop what the cache held, and then hold
-    the writer up while it writes pages back (20 s for 0.7 s there, on a busy machine). O_DIRECT says nothing about durability:
-    that is `sync`'s, as for any file.
+    key = KEY
 
-    Writes are direct while the file system supports it and memory, place and size are multiples of ALIGNMENT, and go through the
-    page cache from there on. Raises FileExistsError if the file exists.
-    """
+    def __init__(self, root: ObjectPath) -> None:
+        self.root = root
+        self.note: Path | None = None if root.run is None else root.run / "checkpoints.json"
 
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._place = 0
-        self.is_direct = False
-        self._choose(is_direct=bool(O_DIRECT))
+    def list(self) -> Sequence[ObjectPath]:
+        names = self._names()
+        counts = self._find_counted(names)
+        return [self.root / name for name in names if counts(name) and self._has(self.root / name, MANIFEST)]
 
-    def __enter__(self) -> Self:
-        return self
+    def list_damaged(self) -> Sequence[str]:
+        return [name for name in self._steps() if self._has(self.root / name, MANIFEST + BAD)]
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        os.close(self._descriptor)
+    def list_retired(self) -> Sequence[ObjectPath]:
+        found = [self.root / name for name in self._steps()]
+        return [path for path in found if self._has(path, MANIFEST + REWOUND) and not self._has(path, MANIFEST)]
 
-    def write(self, view: memoryview) -> None:
-        """Write all of the view."""
-        while view:
-            count = len(view)
-            if self.is_direct:
-                count -= count % ALIGNMENT
-                if not count or self._place % ALIGNMENT or address(view) % ALIGNMENT:
-                    self._choose(is_direct=False)
-                    continue
-            written = self._write(view[:count])
-            self._place += written
-            view = view[written:]
+    def enter(self, lease: Lease, owner: str) -> None:
+        """Put the record of this start. CheckpointError if the folder is another run's."""
+        epoch, record = self._newest_record(self._names())
+        if record is not None and (record["run"] != owner or epoch > lease.epoch):
+            lease.check()
+            raise CheckpointError(
+                f"{self.root} holds the checkpoints of another run, {record['run']} (start {epoch}); this one is {owner}. Choose"
+                f" another run.id or {KEY}. If these are the same run, whose folder was lost: remove {self.root}/.epoch-*.json"
+            )
+        # Listed under the former record, so that checkpoints of starts that were fenced earlier stay uncounted.
+        counted = sorted(path.name for path in self.list())
+        text = json.dumps({"run": owner, "epoch": lease.epoch, "before": counted})
+        path = self.root / f".epoch-{lease.epoch}.json"
+        retry(lambda: path.write_bytes(text.encode()), "write", path)
+        lease.check()
+        # Only after the new record is there: without any record every checkpoint would count.
+        for name in self._names():
+            if (found := RECORD.fullmatch(name)) and int(found[1]) < lease.epoch:
+                with reported(f"the record of an older start cannot be removed, {self.root / name}"):
+                    (self.root / name).unlink()
 
-    def sync(self) -> None:
-        """Make what was written durable."""
-        os.fsync(self._descriptor)
+    def prepare(self, lease: Lease) -> None:
+        """Remove what failed saves have left: prefixes without a manifest, unless kept as evidence. Newer epochs are not
+        touched, nor names without an epoch: a user may be copying a checkpoint there."""
+        for name in self._steps():
+            path, epoch = self.root / name, name.partition(".")[2]
+            is_ours = epoch != "" and int(epoch) <= lease.epoch
+            if is_ours and not any(each.startswith(MANIFEST) for each in read(path.list, path)):
+                lease.check()
+                with reported(f"an unfinished checkpoint cannot be removed, {path}"):
+                    path.remove_all()
 
-    def _write(self, view: memoryview) -> int:
+    def check_room(self, lease: Lease, bytes_needed: int) -> None:
+        """A store has room, and would not say."""
+
+    def begin(self, lease: Lease, step: int) -> ObjectPath:
+        unfinished = self.root / f"step-{step:08d}.{lease.epoch}"
+        # A former commit under this name is gone; a rewind or damage may have left some of it.
+        lease.check()
+        unfinished.remove_all()
+        return unfinished
+
+    def create(self, path: Place, num_bytes: int) -> Upload:
+        return Upload(_remote(path), num_bytes)
+
+    def write(self, path: Place, data: bytes) -> None:
+        _remote(path).write_bytes(data)
+
+    def commit(self, lease: Lease, unfinished: Place, step: int, manifest: str, fault: Fault) -> Place:
+        path = unfinished / MANIFEST
+        fault("manifest")
+
+        def put() -> None:
+            lease.check()
+            self.write(path, manifest.encode())
+
+        retry(put, "write", path)
+        # A newer start may have listed the checkpoints before the put, and then this one does not count.
+        retry(lease.check, "read the lease of", lease.run)
+        fault("renamed")
+        return unfinished
+
+    def give_up(self, lease: Lease, unfinished: Place) -> None:
+        with suppress(OSError, MeshwrightError):  # the next save removes what cannot be removed now
+            lease.check()
+            (unfinished / MANIFEST).unlink()  # first: it may be there, by a put whose answer was lost
+            _remote(unfinished).remove_all()
+
+    def remove(self, lease: Lease, path: Place, fault: Fault) -> None:
+        lease.check()
+        (path / MANIFEST).unlink()
+        fault("retiring")
+        _remote(path).remove_all()
+        fault("retained")
+
+    def rename(self, lease: Lease, path: Place, suffix: str) -> ObjectPath:
+        """Give its manifest another name: then it is no checkpoint."""
+        manifest, target = _remote(path) / MANIFEST, _remote(path) / f"{MANIFEST}{suffix}"
+        if not manifest.exists():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        # Copied before it is removed: a crash between the two leaves a checkpoint, and its evidence beside it.
+        target.write_bytes(manifest.read_bytes())
+        lease.check()
+        manifest.unlink()
+        return target
+
+    def discard(self, lease: Lease, retired: Place) -> None:
+        lease.check()
+        _remote(retired).remove_all()
+
+    def amend(self, lease: Lease, path: Place, manifest: str, fault: Fault) -> None:
+        lease.check()
+        fault("amending")
+        self.write(path / MANIFEST, manifest.encode())
+        fault("amended")
+
+    def commands_to_start_over(self) -> str:
+        return f"remove all below {self.root}, and {self.note}"
+
+    def tidy(self, lease: Lease) -> None:
+        pass
+
+    def _names(self) -> Sequence[str]:
+        return sorted(read(self.root.list, self.root))
+
+    def _steps(self) -> Sequence[str]:
+        return [name for name in self._names() if STEP.fullmatch(name)]
+
+    def _has(self, path: ObjectPath, name: str) -> bool:
+        return read((path / name).exists, path / name)
+
+    def _find_counted(self, names: Sequence[str]) -> Callable[[str], bool]:
+        """A function that tells whether the checkpoint of a name counts, if it has a manifest."""
+        epoch, record = self._newest_record(names)
+        before = set(record["before"]) if record is not None else set()
+
+        def counts(name: str) -> bool:
+            match = STEP.fullmatch(name)
+            return match is not None and (
+                record is None or match[2] is None or int(match[2]) == epoch or name in before
+            )
+
+        return counts
+
+    def _newest_record(self, names: Sequence[str]) -> tuple[int, dict[str, Any] | None]:
+        """The newest start's epoch and record; (0, None) if none was put."""
+        epochs = sorted(int(match[1]) for name in names if (match := RECORD.fullmatch(name)))
+        if not epochs:
+            return 0, None
+        path = self.root / f".epoch-{epochs[-1]}.json"
         try:
-            return os.write(self._descriptor, view)
-        except OSError as error:
-            # Some file systems accept the flag and refuse the write.
-            if error.errno not in REFUSALS or not self.is_direct:
-                raise
-            self._choose(is_direct=False)
-            return 0
-
-    def _choose(self, *, is_direct: bool) -> None:
-        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-        try:
-            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | O_DIRECT if is_direct else flags & ~O_DIRECT)
-        except OSError as error:
-            if error.errno not in REFUSALS:
-                raise
-            is_direct = False
-        self.is_direct = is_direct
+            return epochs[-1], json.loads(read(path.read_bytes, path))
+        except FileNotFoundError:
+            # Removed since it was listed, because there is a newer one now.
+            return self._newest_record(self._names())
+        except ValueError as error:
+            raise CheckpointError(f"{path} is no record of a start: {error}") from error
 
 
-def address(view: memoryview) -> int:
-    """The address of a contiguous view's bytes."""
-    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+def _remote(path: Place) -> ObjectPath:
+    assert isinstance(path, ObjectPath), path
+    return path

@@ -82,6 +82,11 @@ class EntryRecord:
 
         return int(getattr(torch, self.dtype).itemsize)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all its elements."""
+        return prod(self.shape) * self.itemsize
+
 
 @dataclass(frozen=True)
 class FileRecord:

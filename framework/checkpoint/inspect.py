@@ -1,4 +1,4 @@
-"""The contents of a checkpoint or a token store, printed and verified: `meshwright inspect PATH`."""
+"""The contents of a checkpoint, printed and verified (`meshwright inspect`)."""
 
 from collections import Counter
 from math import prod
@@ -20,7 +20,6 @@ from framework.checkpoint.index import (
 )
 from framework.checkpoint.load import BUFFER_BYTES
 from framework.checkpoint.storage import checkpoints_of
-from framework.data.inspect import inspect_store
 from framework.errors import EXIT_DONE, EXIT_USER, CheckpointError
 from framework.object_store import Place
 
@@ -30,12 +29,10 @@ MOST_SHOWN = 8
 
 
 def inspect_command(path: Place) -> int:
-    """Print the checkpoint or the token store at `path` and verify every byte of it; for a run directory, its newest checkpoint.
+    """Print the checkpoint at `path` and verify every byte of it; for a run directory, its newest checkpoint.
 
-    Returns 0, or 86 if something is damaged. Raises CheckpointError if there is neither.
+    Returns 0, or 86 if something is damaged. Raises CheckpointError if there is none.
     """
-    if (path / "store.json").exists():
-        return inspect_store(path)
     path = find_checkpoint(path)
     manifest = read_manifest(path)
     print("\n".join(describe(path, manifest)))

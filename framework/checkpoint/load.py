@@ -1,4 +1,5 @@
-"""Load: every wanted box is intersected with the boxes that were saved, whatever the two layouts and numbers of ranks.
+"""Reading a checkpoint: its elements into any layout, whatever layout and number of ranks have saved them; or all of it, to be
+described and verified (`meshwright inspect PATH`).
 
     wanted box  x  saved box  ->  common box  ->  rows of the saved box's file, verified  ->  elements of the wanted tensor
 
@@ -7,11 +8,13 @@ that it needs, through one small cache.
 """
 
 import difflib
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, product
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,15 +23,25 @@ from framework.checkpoint.blocks import BlockCache, BlockFile
 from framework.checkpoint.commit import (
     FoundCheckpoints,
     find_newest,
+    newest_checkpoint,
     open_checkpoint,
     set_aside_newer,
     unleased,
 )
-from framework.checkpoint.index import DamagedCheckpoint, Index, Manifest, SavedBox
+from framework.checkpoint.index import (
+    MANIFEST,
+    DamagedCheckpoint,
+    Index,
+    Manifest,
+    SavedBox,
+    read_manifest,
+    verify_sizes,
+)
 from framework.checkpoint.staging import Entry, dtype_name
+from framework.checkpoint.storage import checkpoints_of
 from framework.comm.communicator import Communicator
 from framework.comm.objects import broadcast_object, share_errors
-from framework.errors import CheckpointError, StorageError
+from framework.errors import EXIT_DONE, EXIT_USER, CheckpointError, StorageError
 from framework.lease import Lease
 from framework.mesh.box import Box
 from framework.object_store import Place
@@ -287,3 +300,97 @@ def _read_box(saved: SavedBox, wanted: Box, dtype: torch.dtype, file: BlockFile)
 
 def _tensor(file: BlockFile, start: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(file.read(start, start + num_bytes)).view(dtype)
+
+
+# --- inspecting
+
+# Characters shown of a value, and values shown of a group, such as the recipe's.
+LONGEST = 64
+MOST_SHOWN = 8
+
+
+def inspect_command(path: Place) -> int:
+    """Print the checkpoint or the token store at `path` and verify every byte of it; for a run directory, its newest checkpoint.
+
+    Returns 0, or 86 if something is damaged. Raises CheckpointError if there is neither.
+    """
+    if (path / "store.json").exists():
+        from framework.commands.inspect import inspect_store
+
+        return inspect_store(path)
+    path = find_checkpoint(path)
+    manifest = read_manifest(path)
+    print("\n".join(describe(path, manifest)))
+    damages = verify_files(path, manifest)
+    for damage in damages:
+        print(f"DAMAGED       {damage}")
+    if not damages:
+        print("verified      every hash fits")
+    return EXIT_USER if damages else EXIT_DONE
+
+
+def verify_files(path: Place, manifest: Manifest) -> list[DamagedCheckpoint]:
+    """Read everything and compare with the hashes: one error per file that is not as it was saved. Only the first if a file is
+    missing or short, or if the index is damaged, without which nothing is known of the others."""
+    damages: list[DamagedCheckpoint] = []
+    try:
+        verify_sizes(path, manifest)
+        for file in Index(path, manifest, BlockCache(BUFFER_BYTES)).all_files():
+            try:
+                file.verify()
+            except DamagedCheckpoint as error:
+                damages.append(error)
+    except DamagedCheckpoint as error:
+        damages = damages or [error]
+    return damages
+
+
+def find_checkpoint(path: Place) -> Place:
+    """`path` itself if it is a checkpoint, else the newest checkpoint of the run directory, or the folder of checkpoints,
+    `path`."""
+    if path.name.startswith("step-") and path.is_dir():
+        return path
+    for root in (*([checkpoints_of(path)] if isinstance(path, Path) else []), path):
+        newest = newest_checkpoint(root)
+        if newest is not None:
+            return newest
+    raise CheckpointError(f"{path} is neither a checkpoint (a folder step-N with a {MANIFEST}) nor a run with one")
+
+
+def describe(path: Place, manifest: Manifest) -> list[str]:
+    """The lines of the table: state, files, and entries by kind (the first component of their names)."""
+    lines = [f"path          {path}", f"step          {manifest.step:,}"]
+    lines += [
+        f"{name:<13} {_shorten(value)}"
+        for name, value in manifest.state.items()
+        if name != "step" and value is not None
+    ]
+    size = sum(each.num_bytes for each in manifest.entries.values())
+    ranks = "rank" if manifest.world == 1 else "ranks"
+    lines.append(f"files         {manifest.world}, saved by {manifest.world} {ranks}, {size:,} bytes of tensors")
+    lines.append("entries       " + f"{'kind':<14} {'tensors':>8} {'elements':>16} {'bytes':>18}  dtype")
+    for kind, names in _kinds(manifest).items():
+        records = [manifest.entries[name] for name in names]
+        numel = sum(prod(record.shape) for record in records)
+        dtypes = ", ".join(Counter(record.dtype for record in records))
+        num_bytes = sum(record.num_bytes for record in records)
+        lines.append(f"              {kind:<14} {len(names):>8,} {numel:>16,} {num_bytes:>18,}  {dtypes}")
+    return lines
+
+
+def _shorten(value: Any) -> str:
+    """A value of the state. A long one, such as the norms of the last steps, is given by its number of entries."""
+    if len(text := str(value)) <= LONGEST:
+        return text
+    if isinstance(value, dict) and len(value) > MOST_SHOWN:
+        return f"{len(value)} values"
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {_shorten(each)}" for name, each in value.items())
+    return f"{len(value)} entries" if isinstance(value, list) else f"{text[:LONGEST]} ..."
+
+
+def _kinds(manifest: Manifest) -> dict[str, list[str]]:
+    kinds: dict[str, list[str]] = {}
+    for name in manifest.entries:
+        kinds.setdefault(name.partition("/")[0], []).append(name)
+    return kinds

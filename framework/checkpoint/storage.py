@@ -1,18 +1,20 @@
-"""Places of checkpoints: a folder, or the URL of an object store (object_store.py).
+"""Places of checkpoints, and how bytes get there and back: a folder, or the URL of an object store (object_store.py).
 
     RUN/checkpoints             a folder, or a link to one on another disk
     RUN/checkpoints.url         in its place: the URL below which an object store has the checkpoints
 
-They differ in how a checkpoint gets its name (folder.py, object_folder.py). Only bytes that were read can be damaged
-(`DamagedCheckpoint`).
+They differ in how a checkpoint gets its name (folder.py). Only bytes that were read can be damaged (`DamagedCheckpoint`).
 """
 
 import errno
+import fcntl
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from framework.object_store import ObjectPath, Place, open_place, read
 
@@ -26,6 +28,11 @@ PAGE_BYTES = 1 << 20
 # which is read again and again.
 MAX_PAGES = 32
 FETCHES_AT_ONCE = 8
+# Memory, place and size of a direct write must be multiples of a page, which no disk's blocks exceed.
+ALIGNMENT = 4096
+O_DIRECT = getattr(os, "O_DIRECT", 0)  # not on macOS
+# Errors of a file system that does not support the flag or a direct write, or of memory that a driver has mapped.
+REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT)
 
 
 def checkpoints_of(run: Path) -> Place:
@@ -93,3 +100,74 @@ class ObjectReader:
 
 def _start_fetch(threads: ThreadPoolExecutor, path: ObjectPath, number: int) -> "Future[bytes]":
     return threads.submit(path.read_range, number * PAGE_BYTES, (number + 1) * PAGE_BYTES)
+
+
+class DirectFile:
+    """A new file, written from first to last past the system's page cache, straight from the memory where its bytes are staged.
+
+    A checkpoint is written once and read after a failure, if ever. Through the page cache the kernel would copy all of it, in
+    time that training wants (0.7 s of CPU for 512 MiB on one machine, 0.02 s without), drop what the cache held, and then hold
+    the writer up while it writes pages back (20 s for 0.7 s there, on a busy machine). O_DIRECT says nothing about durability:
+    that is `sync`'s, as for any file.
+
+    Writes are direct while the file system supports it and memory, place and size are multiples of ALIGNMENT, and go through the
+    page cache from there on. Raises FileExistsError if the file exists.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._place = 0
+        self.is_direct = False
+        self._choose(is_direct=bool(O_DIRECT))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._descriptor)
+
+    def write(self, view: memoryview) -> None:
+        """Write all of the view."""
+        while view:
+            count = len(view)
+            if self.is_direct:
+                count -= count % ALIGNMENT
+                if not count or self._place % ALIGNMENT or address(view) % ALIGNMENT:
+                    self._choose(is_direct=False)
+                    continue
+            written = self._write(view[:count])
+            self._place += written
+            view = view[written:]
+
+    def sync(self) -> None:
+        """Make what was written durable."""
+        os.fsync(self._descriptor)
+
+    def _write(self, view: memoryview) -> int:
+        try:
+            return os.write(self._descriptor, view)
+        except OSError as error:
+            # Some file systems accept the flag and refuse the write.
+            if error.errno not in REFUSALS or not self.is_direct:
+                raise
+            self._choose(is_direct=False)
+            return 0
+
+    def _choose(self, *, is_direct: bool) -> None:
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | O_DIRECT if is_direct else flags & ~O_DIRECT)
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+            is_direct = False
+        self.is_direct = is_direct
+
+
+def address(view: memoryview) -> int:
+    """The address of a contiguous view's bytes."""
+    import numpy as np  # commands that only list checkpoints need not wait for it
+
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])

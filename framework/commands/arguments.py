@@ -114,6 +114,13 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run's id or folder")
 
 
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose a checkpoint of the run."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--best", action="store_true", help="with checkpoint.keep_best: the best checkpoint")
+    which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; else the newest")
+
+
 def add_multirun(parser: argparse.ArgumentParser, how: str) -> None:
     """Add `-m`. how: the way in which the combinations are run."""
     parser.add_argument(
@@ -135,7 +142,7 @@ def compose_recipe(arguments: argparse.Namespace) -> Recipe:
 def locate_keys(text: str, arguments: argparse.Namespace) -> list[str]:
     """Lines on where files set the keys that an error names: the checks of a layout know values alone."""
     from framework.recipe.compose import compose
-    from framework.recipe.origins import locate_named
+    from framework.recipe.files import locate_named
 
     with suppress(MeshwrightError):
         return list(locate_named(text, compose(arguments.overrides, arguments.recipes).origins))
@@ -187,7 +194,7 @@ keys (`meshwright check --keys [WORD]` explains them):
 
 
 def _guess_option(word: str, help_text: str) -> str:
-    from framework.recipe.suggest import nearest
+    from framework.recipe.keys import nearest
 
     near = nearest(word.partition("=")[0].lstrip("-"), re.findall(r"--([a-z-]+)", help_text))
     return f"; did you mean --{near[0]}?" if near else ""

@@ -10,6 +10,7 @@ from framework.imports import loading_libraries
 from framework.mesh.placement import place
 from framework.plan.auto import require_layout
 from framework.recipe.compose import compose
+from framework.recipe.convert import to_yaml
 from framework.recipe.derive import derive
 from framework.recipe.describe import (
     describe_blend,
@@ -19,7 +20,6 @@ from framework.recipe.describe import (
     describe_sources,
 )
 from framework.recipe.environment import hide_secrets
-from framework.recipe.saved import to_yaml
 from framework.recipe.schema import Recipe
 from framework.recipe.stages import describe_stage, split_stages
 

@@ -20,7 +20,7 @@ from framework.launch.jobs import find_option_problems, partitions, reach
 from framework.launch.places import refuse_unreachable, refuse_unwritable
 from framework.object_store import is_url
 from framework.optim.disk_file import refuse_folder
-from framework.recipe.clusters import find_cluster
+from framework.recipe.machines import find_cluster
 from framework.recipe.schema import Recipe
 
 PACKAGES = ("torch", "transformers", "datasets", "hydra-core", "wandb")
@@ -32,10 +32,8 @@ class DoctorLine:
 
     what: str
     found: str
-    # The fix; empty where it is ok.
-    fix: str = ""
-    # The recipe cannot be run without it.
-    is_needed: bool = True
+    fix: str = ""  # the fix; empty where it is ok
+    is_needed: bool = True  # the recipe cannot be run without it
 
     @property
     def verdict(self) -> str:
@@ -122,9 +120,9 @@ def _place(what: str, place: str, refuse: Callable[[], None]) -> DoctorLine:
 def _layout(recipe: Recipe) -> Iterator[DoctorLine]:
     """The layout's memory, and options that would lower it. A layout that does not fit is the user's to fix."""
     with loading_libraries():
+        from framework.output import show_bytes
         from framework.plan.advice import SHOWN, caution_of_fit, find_relief, find_savings
         from framework.plan.check import check_layout, check_weights, describe_need
-        from framework.plan.text import show_bytes
 
     try:
         plan = check_layout(recipe)
@@ -147,7 +145,7 @@ def _layout(recipe: Recipe) -> Iterator[DoctorLine]:
 def _measured(recipe: Recipe) -> Iterator[DoctorLine]:
     """The cluster of the forecasts of plan and search, and whether its file is of this machine."""
     from framework.commands.measure import check_measured
-    from framework.plan.target import resolve_target
+    from framework.plan.candidate import resolve_target
 
     try:
         described, is_assumed = find_cluster(resolve_target(recipe))

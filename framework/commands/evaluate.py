@@ -1,4 +1,6 @@
-"""`meshwright evaluate`: a run's checkpoint, or a folder for `from_pretrained`, scored on tasks on ranks of this machine."""
+"""`meshwright evaluate`: a run's checkpoint, or a folder for `from_pretrained`, scored on tasks on ranks of this machine; and
+tasks of lm-evaluation-harness written as files of ours (`--import`).
+"""
 
 import argparse
 import json
@@ -8,31 +10,33 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from framework.commands.arguments import at_least
-from framework.errors import EXIT_DONE, RecipeError
-from framework.files import write_json
+from framework.commands.arguments import add_checkpoint, at_least
+from framework.errors import EXIT_DONE, DataError, ModelError, RecipeError
+from framework.files import write_atomically, write_json
 from framework.host import count_cores
 from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory, find_run
 from framework.output import align
-from framework.recipe.check import check_recipe
+from framework.recipe.check import check_recipe, with_layout_of
 from framework.recipe.compose import compose, save_recipe, with_choices
 from framework.recipe.derive import derive
-from framework.recipe.layout_keys import with_layout_of
 from framework.recipe.problem import render_problems
 from framework.recipe.schema import Batch, Checkpoint, Eval, Launch, Recipe, Train
 
 if TYPE_CHECKING:
-    from framework.launch.branch import Origin
+    from framework.launch.resume import Origin
 
-TRAINED_BY_RANKS = "framework.train.evaluation"
+TRAINED_BY_RANKS = "framework.train.step"
 # Tokens of a row where no recipe says it, unless the model has fewer positions.
 FOLDER_CONTEXT = 2048
 # A batch for the recipe, though nothing is trained: many degrees divide it.
 SEQUENCES = 960
+# Seed with which lm-eval's `simple_evaluate` draws few-shot examples.
+FEWSHOT_SEED = 1234
 # A run and a folder have them already: a word that sets one of them, or a key below `adapter`, would evaluate something else.
 OF_THE_MODEL = (
     "model",
@@ -59,9 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--limit", type=at_least(1), metavar="N", help="the first N records of each task")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the scores to a file")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--best", action="store_true", help="with checkpoint.keep_best: the best checkpoint")
-    which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; else the newest")
+    add_checkpoint(parser)
     parser.add_argument(
         "--import",
         dest="names",
@@ -80,11 +82,14 @@ def run(arguments: argparse.Namespace) -> int:
                 f"--import writes tasks and evaluates nothing: leave {arguments.run} out, and then evaluate it with"
                 f" --tasks {arguments.to}"
             )
-        from framework.commands.import_tasks import import_tasks
-
         return import_tasks(arguments.names, folder=arguments.to)
     if arguments.run is None:
         raise RecipeError("nothing to evaluate: name a run or an exported folder")
+    if others := [word for word in arguments.overrides if "=" not in word and not word.startswith("~")]:
+        raise RecipeError(
+            f"one run or folder is evaluated at a time, and {arguments.run} is named before {' '.join(others)}: evaluate each by"
+            " itself; a layout is typed as key=value, such as parallel.tp=2"
+        )
     with tempfile.TemporaryDirectory(prefix="meshwright-evaluate-") as place:
         scores, sizes, what = evaluate_command(arguments, Path(place))
     print("\n".join(render(scores, sizes)))
@@ -103,7 +108,7 @@ def evaluate_command(
         from framework.commands.trained_model import choose_checkpoint, read_settings
         from framework.data.tasks import keep_tasks
         from framework.data.tokenize import load_tokenizer, save_tokenizer
-        from framework.launch.branch import Origin
+        from framework.launch.resume import Origin
         from framework.launch.settle import settle
         from framework.model.load import load_config
         from framework.verify.pool import RankFailed, RankPool
@@ -175,9 +180,10 @@ def evaluate_rank(
     from framework.model.load import load_config
     from framework.plan.plan import make_plan
     from framework.train.build import build
-    from framework.train.evaluation import evaluate, open_evaluation
     from framework.train.reference import freeze
     from framework.train.state import begin_from
+    from framework.train.step import evaluate
+    from framework.train.validation import open_evaluation
     from framework.verify.layout import choose_rank_device
 
     torch.set_num_threads(max(1, count_cores() // world))
@@ -205,3 +211,53 @@ def render(scores: Mapping[str, float], sizes: Mapping[str, int]) -> Iterator[st
         error = f"{math.sqrt(value * (1 - value) / (count - 1)):.4f}" if "acc" in score and count > 1 else ""
         rows.append((task, f"{count:,}", score, f"{value:.4f}", error))
     yield from align(rows)
+
+
+def import_tasks(names: Sequence[str], folder: Path) -> int:
+    """Write FOLDER/TASK.jsonl for each task of lm-evaluation-harness, or each of a group: the only place that imports it. Data
+    sets come from the hub or its cache."""
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ModelError(
+            f"tasks of lm-evaluation-harness need it ({error}): pip install 'meshwright[eval]'. Local task files do not"
+        ) from error
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, task in TaskManager().load(list(names))["tasks"].items():
+        task.set_fewshot_seed(FEWSHOT_SEED)
+        task.build_all_requests()
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in convert_task(name, task)]
+        path = folder / f"{name}.jsonl"
+        with write_atomically(path) as file:
+            file.write("".join(lines).encode())
+        print(f"written  {path}, {len(lines):,} records")
+        if callable(task.config.process_results):
+            print(f"caution  {name} has scores by code of its own; Meshwright's are by docs/evaluation.md")
+    return EXIT_DONE
+
+
+def convert_task(name: str, task: Any) -> Iterator[dict[str, Any]]:
+    """The records of a task whose requests are built. DataError for tasks that generate text."""
+    if task.OUTPUT_TYPE not in ("multiple_choice", "loglikelihood", "loglikelihood_rolling"):
+        raise DataError(f"{name} is a task of {task.OUTPUT_TYPE}: only log-likelihoods are scored during training")
+    for _, group in groupby(task.instances, lambda each: each.doc_id):
+        requests = list(group)
+        if task.OUTPUT_TYPE == "loglikelihood_rolling":
+            yield {"text": requests[0].args[0]}
+        elif task.OUTPUT_TYPE == "loglikelihood":
+            yield dict(zip(("context", "continuation"), requests[0].args, strict=True))
+        else:
+            yield _convert_choices(task, requests)
+
+
+def _convert_choices(task: Any, requests: Sequence[Any]) -> dict[str, Any]:
+    doc = requests[0].doc
+    choices = task.doc_to_choice(doc)
+    # For mutual information each choice follows again, without its context.
+    contexts, continuations = zip(*(each.args for each in requests[: len(choices)]), strict=True)
+    answer = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
+    answer = choices.index(answer) if isinstance(answer, str) else answer
+    known = {"answer": answer, "sizes": [len(each) for each in choices]}
+    if task.multiple_input:
+        return {"contexts": list(contexts), "continuation": continuations[0], **known}
+    return {"context": contexts[0], "choices": list(continuations), **known}

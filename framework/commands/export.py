@@ -3,10 +3,11 @@
 import argparse
 from pathlib import Path
 
-from framework.commands.arguments import add_run
+from framework.commands.arguments import add_checkpoint, add_run
 from framework.errors import EXIT_DONE
 from framework.imports import loading_libraries
 from framework.launch.directory import find_run
+from framework.launch.places import explain_errors
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), help="the dtype of the weights; else the one that was trained"
     )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--best", action="store_true", help="with checkpoint.keep_best: the best")
-    which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; else the newest")
+    add_checkpoint(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,5 +40,6 @@ def run(arguments: argparse.Namespace) -> int:
         from framework.commands.trained_model import export_model
 
     which = {"best": arguments.best, "step": arguments.step, "averaged": arguments.average, "dtype": arguments.dtype}
-    export_model(path, to=arguments.to, merged=arguments.merged, text=arguments.text, **which)
+    with explain_errors(arguments.to, "--to"):
+        export_model(path, to=arguments.to, merged=arguments.merged, text=arguments.text, **which)
     return EXIT_DONE

@@ -1,6 +1,6 @@
 """`meshwright inject RUN FAULT`: inject a fault into a run, to see how it recovers before a real fault comes.
 
-Each rank of a run with `run.allow_faults=true` has an injector (faults/injector.py): the command writes the fault into the run's
+Each rank of a run with `run.allow_faults=true` has an injector (faults.py): the command writes the fault into the run's
 plan, and the rank injects it itself, exactly at the stated step, phase or point of a save. A checkpoint of any run is damaged
 here.
 """
@@ -13,17 +13,7 @@ from pathlib import Path
 from framework.checkpoint.commit import RANK_POINTS, SAVE_POINTS, newest_checkpoint, step_of
 from framework.checkpoint.index import MANIFEST
 from framework.errors import EXIT_DONE, RunError
-from framework.faults.plan import (
-    KINDS,
-    LOG_FILE,
-    PHASES,
-    Fault,
-    note_fault,
-    parse_fault,
-    plan_faults,
-    read_log,
-    read_plan,
-)
+from framework.faults import KINDS, LOG_FILE, PHASES, Fault, note_fault, parse_fault, plan_faults, read_log, read_plan
 from framework.launch.directory import RunDirectory, find_run
 from framework.launch.jobs import find_jobs, is_running
 from framework.launch.places import explain_errors

@@ -21,18 +21,17 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from framework.errors import EXIT_DONE, RecipeError, RunError
-from framework.host import count_cores, count_host_memory
+from framework.host import count_cores, count_host_memory, peak_flops
 from framework.launch.process import let_threads_sleep, report_error, run_process
 from framework.plan.cluster import COLLECTIVES, RINGS
-from framework.recipe.clusters import find_cluster_problems, name_of_gpu, read_shipped
-from framework.recipe.convert import to_recipe
+from framework.recipe.convert import CLUSTER, read_part, to_recipe, write_cluster_file
 from framework.recipe.environment import fill
+from framework.recipe.files import ENDINGS
 from framework.recipe.keys import plain
+from framework.recipe.machines import find_cluster_problems, name_of_gpu, read_shipped
 from framework.recipe.problem import render_problems
-from framework.recipe.saved import CLUSTER, ENDINGS, read_part, write_cluster_file
 from framework.recipe.schema import ClusterMeasured, Precision, Recipe
 from framework.start import python_words
-from framework.track.device import peak_flops
 
 if TYPE_CHECKING:
     from framework.commands.timings import Effort
@@ -56,20 +55,13 @@ Points = Sequence[Sequence[float]]
 class MeasureOrder:
     """The measurements that ranks make."""
 
-    # cpu or cuda.
-    device: str
-    # One for each GPU, or for a share of the node's cores.
-    ranks: int
-    # CPU threads of a rank.
-    threads: int
-    # Dtypes of matmuls and attention, as recipes name them.
-    dtypes: Sequence[str]
-    # The folder where checkpoints would lie.
-    folder: str
-    # The file that rank 0 writes.
-    result: str
-    # Fields of `timings.Effort`; None: those for the device.
-    effort: Mapping[str, Any] | None
+    device: str  # cpu or cuda
+    ranks: int  # one for each GPU, or for a share of the node's cores
+    threads: int  # CPU threads of a rank
+    dtypes: Sequence[str]  # dtypes of matmuls and attention, as recipes name them
+    folder: str  # the folder where checkpoints would lie
+    result: str  # the file that rank 0 writes
+    effort: Mapping[str, Any] | None  # fields of `timings.Effort`; None: those for the device
 
 
 def choose_file(typed: str, recipe_dirs: Sequence[Path]) -> Path:

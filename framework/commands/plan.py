@@ -78,10 +78,9 @@ def print_plan(
     experts."""
     with loading_libraries():
         from framework.plan.advice import find_changes
-        from framework.plan.page import save_schedule
+        from framework.plan.forecast_plan import forecast_run
         from framework.plan.page_html import require_page, write_html
-        from framework.plan.plan_stages import forecast_run
-        from framework.plan.plan_text import describe_plan
+        from framework.plan.plan_text import describe_plan, save_schedule
         from framework.track.summary import read_loads
 
     if html is not None:
@@ -96,7 +95,7 @@ def print_plan(
         save_schedule(schedule_to, plan.pipeline, plan.derived.accumulation, plan.title)
         print(f"wrote the schedule to {schedule_to}")
     if html is not None:
-        from framework.plan.page_of_plan import make_page
+        from framework.plan.pages import make_page
 
         write_html(html, make_page(found, changes))
         print(f"wrote {html}")
@@ -105,7 +104,7 @@ def print_plan(
 
 def _describe_details(plan: "Plan", details: Collection[str]) -> Iterator[str]:
     from framework.plan.advice import describe_savings
-    from framework.plan.page import describe_layouts, describe_ranks, describe_schedule
+    from framework.plan.plan_text import describe_layouts, describe_ranks, describe_schedule
 
     makers = {
         "ranks": describe_ranks,

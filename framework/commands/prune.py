@@ -13,7 +13,7 @@ from framework.errors import EXIT_DONE, MeshwrightError, RunError
 from framework.launch.directory import RunDirectory, find_run, list_runs
 from framework.launch.jobs import WAITING_OR_RUNNING, find_jobs
 from framework.object_store import Place
-from framework.plan.text import show_bytes
+from framework.output import show_bytes
 from framework.recipe.compose import load_recipe
 from framework.recipe.schema import Run
 

@@ -1,7 +1,7 @@
 """`meshwright search`: rank all layouts of a recipe on its ranks by forecast; write the best as a file; train several of them.
 
 `--try N` trains the best layouts of N meshes for some steps each, each as a run from the recipe with `layout=FILE`. Here
-they run one after another; then the rates of the cluster are corrected by the measured steps (plan/correction.py), and all are
+they run one after another; then the rates of the cluster are corrected by the measured steps (plan/find.py), and all are
 ranked again. Under SLURM they are a job array. One folder has the layouts' files, the runs, and the corrected cluster.
 """
 
@@ -21,9 +21,9 @@ from framework.commands.arguments import at_least
 from framework.commands.measure import check_measured
 from framework.errors import EXIT_DONE, RecipeError, RunError
 from framework.imports import loading_libraries
+from framework.recipe.check import LAYOUT_KEYS
 from framework.recipe.compose import change_pins, compose_open, find_pins, load_recipe
-from framework.recipe.layout_keys import LAYOUT_KEYS
-from framework.recipe.saved import write_layout
+from framework.recipe.convert import write_layout
 from framework.recipe.schema import Recipe
 from framework.track.jsonl import METRICS_FILE, read_records
 
@@ -84,13 +84,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--try",
         dest="try_best",
-        type=int,
+        type=at_least(1),
         metavar="N",
         help="train the best layouts of N meshes for some steps each; here: then correct the cluster's rates by the"
         " measured steps and rank again; under SLURM: as a job array",
     )
     parser.add_argument(
-        "--try-steps", type=at_least(1), default=10, metavar="S", help="steps of each of them (default: 10)"
+        "--try-steps", type=at_least(WARM_UP + 1), default=10, metavar="S", help="steps of each of them (default: 10)"
     )
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page for a browser, in one file; takes some seconds more"
@@ -117,10 +117,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def compose_search(options: argparse.Namespace) -> tuple[Recipe, frozenset[str]]:
     """The recipe, and the keys of its layout that stay. Checks the options as well, before anything is searched: RecipeError."""
-    for name, least in (("best", 1), ("try_best", 1), ("try_steps", 3)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise RecipeError(f"--{name.replace('_best', '').replace('_', '-')} {value}: at least {least}")
     if options.write is not None:
         _refuse_file(options.write, overwrite=options.overwrite)
     if options.html is not None:
@@ -148,8 +144,7 @@ def show(
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Print a result and write the requested files. more: extra fields of the JSON object."""
-    from framework.plan.find import values_for
-    from framework.plan.search_text import comment_of, to_json
+    from framework.plan.find import comment_of, to_json, values_for
 
     recipe, pinned, name = question.recipe, question.pinned, _name_cluster(question)
     if options.json:
@@ -163,8 +158,9 @@ def show(
         if not options.json:
             print(f"\nwrote {options.write}: meshwright plan layout={options.write} ...")
     if options.html is not None:
+        from framework.plan.find import explore
         from framework.plan.page_html import write_html
-        from framework.plan.page_of_search import explore, make_search_page
+        from framework.plan.pages import make_search_page
 
         write_html(options.html, make_search_page(*explore(replace(question, meshes=0))))
         print(f"wrote {options.html}", file=sys.stderr if options.json else sys.stdout)
@@ -172,7 +168,7 @@ def show(
 
 def print_table(question: "Question", result: "Search", options: argparse.Namespace) -> None:
     """Print the best layouts as a table, and why the others are not in it."""
-    from framework.plan.search_text import describe_rejections, describe_search
+    from framework.plan.find import describe_rejections, describe_search
 
     print("\n".join(describe_search(result, _name_cluster(question), question.pinned, shown=options.best)))
     if options.rejections:
@@ -213,7 +209,7 @@ def write_best(file: Path, values: dict[str, Any], comment: str) -> None:
 def try_layouts(question: "Question", options: argparse.Namespace) -> int:
     """Rank, train the best of as many meshes as are wanted, correct and rank again; under SLURM queue the runs."""
     from framework.commands.submit import submit_sweep
-    from framework.commands.sweep import compose_sweep, train_sweep
+    from framework.commands.train import compose_sweep, train_sweep
     from framework.launch.directory import RunDirectory
 
     result, recipe = find(question), question.recipe
@@ -259,8 +255,7 @@ def choose_tried(result: "Search", wanted: int) -> list[Any]:
 
 def _write_layouts(question: "Question", folder: Path, chosen: Sequence[Any]) -> str:
     """Write a file for each layout; returns the override that sweeps over them."""
-    from framework.plan.find import values_for
-    from framework.plan.search_text import comment_of
+    from framework.plan.find import comment_of, values_for
 
     (folder / LAYOUTS).mkdir()
     files = [folder / LAYOUTS / f"{place}.yaml" for place in range(1, len(chosen) + 1)]
@@ -286,11 +281,10 @@ def _to_stderr() -> Iterator[None]:
 
 def _rank_again(question: "Question", options: argparse.Namespace, folder: Path) -> int:
     from framework.plan.cluster import ClusterRates
-    from framework.plan.correction import Tried, correct, describe_factors, fit_factors, write_text
-    from framework.plan.find import forecast_layout, resolved
-    from framework.plan.rejections import describe
-    from framework.recipe.clusters import find_cluster
-    from framework.recipe.saved import write_cluster_file
+    from framework.plan.find import Tried, correct, describe_factors, fit_factors, forecast_layout, resolved, write_text
+    from framework.plan.search import describe
+    from framework.recipe.convert import write_cluster_file
+    from framework.recipe.machines import find_cluster
 
     measured = dict(_read_measured(folder))
     if not measured:

@@ -15,18 +15,18 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from framework.errors import EXIT_DONE, MeshwrightError, RunError
+from framework.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_RESUME, MeshwrightError, RunError
 from framework.launch.directory import RunDirectory, find_run, list_runs
 from framework.launch.identity import load_own_recipe
 from framework.launch.jobs import WAITING_OR_RUNNING, JobState, find_jobs, is_running, read_history
 from framework.launch.resume import resume_command, saved_step
 from framework.monitor.hang import RankStatus, fold_ranks, read_ranks
 from framework.monitor.progress import LONG_S, LONG_STEPS
-from framework.output import align
+from framework.output import align, in_a_line
 from framework.recipe.compose import load_recipe
 from framework.recipe.schema import Recipe, Run
 from framework.track.console import format_count, format_duration
-from framework.track.goodput import read_account, summarize_goodput
+from framework.track.goodput import Account, read_account, summarize_goodput
 from framework.track.jsonl import METRICS_FILE, decode, read_records
 
 WIDEST = 64  # of the last column, of words that the runs do not share
@@ -93,14 +93,15 @@ def describe_run(run: RunDirectory) -> str:
     is_done = step >= recipe.train.steps
     now_s = time.time() if is_running(run, jobs) else None
     paid = recipe.launch.price_per_gpu_hour, recipe.launch.device == "cuda"
+    account = read_account(run.path)
     lines = [
         ("run", f"{run.path}{', done' if is_done else ''}"),
         *[("job", _describe_job(job, state)) for job, state in jobs],
-        ("here", _describe_holder(run) if not jobs else ""),
+        ("here", _describe_holder(run, account) if not jobs else ""),
         ("restarts", _describe_history(run) if jobs else ""),
         ("step", _describe_steps(run, recipe, now_s)),
         *[("ranks", text) for text in ([] if now_s is None else describe_ranks(*read_ranks(run.path), now_s))],
-        ("goodput", summarize_goodput(account, *paid) if (account := read_account(run.path)) else ""),
+        ("goodput", summarize_goodput(account, *paid) if account else ""),
         ("saved", trouble or (f"step {step:,}" if step else "no checkpoint yet")),
         ("log", f"{run.job_log}: {line}" if (line := telling_line(run.job_log)) else ""),
         ("next", _next_command(run, recipe, jobs, is_done)),
@@ -137,12 +138,24 @@ def _describe_job(job: str, state: JobState | None) -> str:
     return f"{job} {state.state}{why}{place}{since}"
 
 
-def _describe_holder(run: RunDirectory) -> str:
-    """The holder of a local run's lock."""
+def _describe_holder(run: RunDirectory, account: Account | None) -> str:
+    """The holder of a local run's lock, or the reason for which its newest start has ended."""
     holder = run.find_holder()
     if holder is not None:
         return f"running: {holder}"
-    return "not running" if (run.path / "lock").is_file() else ""
+    if not (run.path / "lock").is_file():
+        return ""
+    if account is None:
+        return "not running"
+    if account.code is None:
+        return "not running: it was killed, hung, or this machine went down: nothing has noted its end"
+    lines = (run.error.read_text(errors="replace").splitlines() if run.error.is_file() else []) or [""]
+    # Of a traceback the line with the error, the first that is not indented.
+    why = next((each for each in lines if each[:1].strip() and "Traceback (most recent" not in each), "")
+    ended = {EXIT_DONE: "done", EXIT_RESUME: "stopped and saved", EXIT_INTERRUPTED: "interrupted"}
+    return (
+        f"not running: {ended.get(account.code, f'ended with exit code {account.code}')}{why and f': {in_a_line(why)}'}"
+    )
 
 
 def _describe_history(run: RunDirectory) -> str:

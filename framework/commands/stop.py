@@ -17,7 +17,7 @@ from framework.launch.directory import RunDirectory, find_run
 from framework.launch.jobs import find_jobs, find_starting, has_ended, is_running
 from framework.launch.places import explain_errors
 from framework.launch.resume import resume_command, saved_step
-from framework.monitor.stop import SAVE_FILE, STOP_FILE
+from framework.monitor.progress import SAVE_FILE, STOP_FILE
 from framework.recipe.compose import load_recipe
 from framework.start import slurm_environment
 
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     return save_command(path) if arguments.command == "save" else stop_command(path)
 
 
-def save_command(path: Path, answer_s: float = ANSWER_S) -> int:
+def save_command(path: Path) -> int:
     """Have the run save at the end of its step, and wait for that. Raises RunError where it does not run."""
     run = RunDirectory.open(path)
     jobs = find_jobs(run)
@@ -47,7 +47,7 @@ def save_command(path: Path, answer_s: float = ANSWER_S) -> int:
         if starting := find_starting(jobs):
             raise RunError(f"{path} is starting or ending: {', '.join(starting)}. Ask again once it trains")
         raise RunError(f"{path} does not run: its newest checkpoint is of step {saved_step(run):,}")
-    return _ask(run, SAVE_FILE, "saved", answer_s)
+    return _ask(run, SAVE_FILE, "saved", ANSWER_S)
 
 
 def stop_command(path: Path, answer_s: float = ANSWER_S) -> int:

@@ -17,22 +17,13 @@ from framework.commands.arguments import add_multirun
 from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE, RecipeError, RunError
 from framework.files import PRIVATE, write_file
+from framework.host import describe_software
 from framework.launch.directory import RunDirectory
-from framework.launch.elastic import legal_counts, plan_counts
 from framework.launch.identity import describe_identity
 from framework.launch.jobs import WAITING_OR_RUNNING, find_job, find_option_problems, require_sbatch, submit_script
-from framework.launch.parts import (
-    RunPart,
-    begin,
-    check_ranks,
-    claim,
-    go_on,
-    refuse_begun,
-    refuse_leftovers,
-    summarize,
-)
+from framework.launch.nodes import legal_counts, plan_counts
+from framework.launch.parts import RunPart, begin, check_ranks, claim, go_on, refuse_begun, refuse_leftovers, summarize
 from framework.launch.places import explain_errors, refuse_unreachable, refuse_unwritable
-from framework.launch.record import describe_software
 from framework.launch.resume import compose_run, resume_command, resume_recipe
 from framework.launch.settle import settle, settle_steps, settle_tokens
 from framework.launch.slurm import find_script_problems, render
@@ -53,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Queue the run or the sweep."""
     if arguments.multirun:
-        from framework.commands.sweep import compose_sweep
+        from framework.commands.train import compose_sweep
 
         recipes, combinations = compose_sweep(arguments.overrides, arguments.recipes)
         return submit_sweep(recipes, combinations, dry_run=arguments.dry_run)

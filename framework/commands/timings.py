@@ -59,29 +59,19 @@ Rates = tuple[float, float, float, float]
 class Effort:
     """The amount of measurement."""
 
-    # Sizes of matmuls, of which every triple is multiplied.
-    edges: tuple[int, ...]
-    # One more size for features out, as of a vocabulary.
-    wide: int
-    # Bytes that a pass reads and writes.
-    memory_bytes: tuple[int, ...]
-    # Bytes of collectives.
-    message_bytes: tuple[int, ...]
-    # Attention: contexts, features of a head, features of all heads together, tokens.
-    contexts: tuple[int, ...]
+    edges: tuple[int, ...]  # sizes of matmuls, of which every triple is multiplied
+    wide: int  # one more size for features out, as of a vocabulary
+    memory_bytes: tuple[int, ...]  # bytes that a pass reads and writes
+    message_bytes: tuple[int, ...]  # bytes of collectives
+    contexts: tuple[int, ...]  # attention: contexts, features of a head, features of all heads together, tokens
     features: tuple[int, ...]
     width: int
     tokens: int
-    # Bytes written to disk.
-    disk_bytes: int
-    # Seconds of computing between two messages, as between those of a step.
-    pause_s: float
-    # Rounds over all messages.
-    rounds: int
-    # Seconds for a figure, but for the fewest batches.
-    point_s: float = 0.05
-    # Seconds for all matmuls once, else the largest edges are left out.
-    pass_s: float = 3.0
+    disk_bytes: int  # bytes written to disk
+    pause_s: float  # seconds of computing between two messages, as between those of a step
+    rounds: int  # rounds over all messages
+    point_s: float = 0.05  # seconds for a figure, but for the fewest batches
+    pass_s: float = 3.0  # seconds for all matmuls once, else the largest edges are left out
 
 
 ON_CPU = Effort(

@@ -35,8 +35,8 @@ from framework.data.tokenize import TokenizerInfo, read_info
 from framework.errors import EXIT_DONE, EXIT_USER, DataError, MeshwrightError
 from framework.files import write_atomically, write_json
 from framework.host import count_cores
+from framework.recipe.convert import load_recipe, save_recipe
 from framework.recipe.plugins import import_plugins
-from framework.recipe.saved import load_recipe, save_recipe
 from framework.recipe.schema import Recipe
 from framework.start import python_words
 

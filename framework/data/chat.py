@@ -21,7 +21,7 @@ import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from functools import cached_property
 from itertools import pairwise
@@ -30,19 +30,41 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
-from framework.data.conversation import THOUGHTS, Conversation, Message
 from framework.errors import DataError
 
+# Keys of an assistant's thinking; templates read one of the first two.
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+Message = dict[str, Any]
 # The day that Llama 3.1's template has, too.
 TODAY = date(2024, 7, 26)
 NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 # Texts that no conversation has, in place of what an assistant says and thinks.
 PROBE, PROBE_THOUGHT = "meshwright:answer", "meshwright:thought"
-NO_CONVERSATION = Conversation([{"role": "user", "content": "."}, {"role": "assistant", "content": PROBE}])
 # Errors of a template that does not fit a conversation.
 FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 # Characters of a difference that a message quotes.
 QUOTED = 120
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages with role and content, of which at least one is the assistant's. options: more that its template is given."""
+
+    messages: list[Message]
+    tools: list[Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    trained: list[int] = field(init=False)
+    """Numbers of the assistant's messages that may be trained."""
+
+    def __post_init__(self) -> None:
+        of_assistant = [index for index, each in enumerate(self.messages) if each["role"] == "assistant"]
+        trained = [index for index in of_assistant if float(self.messages[index].pop("weight", 1)) != 0]
+        if not trained:
+            raise DataError("no turn of an assistant that is trained: with its roles, nothing of it is learnt")
+        object.__setattr__(self, "trained", trained)
+
+
+NO_CONVERSATION = Conversation([{"role": "user", "content": "."}, {"role": "assistant", "content": PROBE}])
 
 
 @dataclass
@@ -76,9 +98,8 @@ class Chat:
         try:
             return self._apply(messages, options | conversation.options)
         except FAILURES as error:
-            if any(
-                each.get("tool_calls") for each in messages
-            ):  # some templates take arguments of a call as a string of JSON
+            # Some templates take arguments of a call as a string of JSON.
+            if any(each.get("tool_calls") for each in messages):
                 with suppress(*FAILURES):
                     return self._apply([_write_arguments(each) for each in messages], options | conversation.options)
             raise DataError(

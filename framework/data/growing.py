@@ -114,9 +114,8 @@ class GrowingStream(TokenStream):
 
     def _has(self, num_tokens: int) -> bool:
         if self.num_tokens < num_tokens and not self.is_whole:
-            reason = self.reason or (
-                self._failed.read_text() if self._failed.is_file() else None
-            )  # before: what it has written until then counts
+            # Before `_grow`: what it has written until then counts.
+            reason = self.reason or (self._failed.read_text() if self._failed.is_file() else None)
             self._grow()
             if reason is not None and self.num_tokens < num_tokens and not self.is_whole:
                 raise DataError(

@@ -1,12 +1,20 @@
-"""Jobs of `prepare`: the shards of a source as jobs for its processes, and what is said of a store that they make."""
+"""Jobs of `prepare`: the shards of a source as jobs for its processes, the description of the store that they make, and the one
+job of a source whose ids are read where they lie (formats.py).
 
-from collections.abc import Sequence
+Of such ids everything is read once: to check every id, and to choose the documents that are held out, by a hash of their ids. The
+store keeps where each document ends, which one it is and the hash, 24 bytes a document, and no tokens. Stopped, it begins again.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import xxhash
 from tqdm import tqdm
 
+from framework.data.formats import IdFile, ImportedTokens, hash_ids, name_file, open_ids
 from framework.data.order import key_of, permute
 from framework.data.prepared import StorePlace
 from framework.data.records import plan_shards
@@ -17,13 +25,16 @@ from framework.data.shard import (
     SplitReport,
     check_bad_records,
     fingerprint_shards,
+    settle_threshold,
     shard_path,
     sum_splits,
     tokenize_shards,
 )
-from framework.data.source import SourceFile, get_files
-from framework.data.store import STORE_VERSION, StoreMeta, choose_dtype
+from framework.data.source import BAR_DELAY_S, SourceFile, get_files
+from framework.data.store import ENDS_DTYPE, SPLITS, STORE_VERSION, StoreMeta, TokenStream, choose_dtype, complete_store
 from framework.data.tokenize import TokenizerInfo, hash_file
+from framework.errors import DataError
+from framework.files import write_file
 from framework.recipe.schema import Recipe
 
 
@@ -139,3 +150,52 @@ def make_meta(
         num_source_bytes=0,
         fingerprint=fingerprint_shards(splits, tokenizer.hash),
     )
+
+
+def import_store(
+    recipe: Recipe, place: StorePlace, tokenizer_folder: str, tokenizer: TokenizerInfo, progress: bool
+) -> None:
+    """Write the store of a source whose ids are imported. DataError for ids without tokens."""
+    folder, files, field, vocab_size = place.folder, list_all(place), place.source.field, tokenizer.vocab_size
+    opened = open_ids(files, field, vocab_size)
+    hashes, lengths = array("Q"), array("q")
+    documents = _read_documents(files, opened, field, vocab_size)
+    total = sum(ids.num_documents for ids in opened)
+    for ids in tqdm(documents, "read ids", total, unit=" documents", delay=BAR_DELAY_S, disable=not progress):
+        hashes.append(hash_ids(ids))
+        lengths.append(len(ids))
+    hash_of, length_of = np.array(hashes, np.uint64), np.array(lengths, np.int64)
+    full = hash_of[length_of > 0]  # empty documents are on no side
+    threshold = settle_threshold(initial_threshold(recipe), [int(full.min()), int(full.max())] if len(full) else [])
+    is_held_out = hash_of < np.uint64(threshold)
+    splits: dict[str, SplitReport] = {}
+    for split in SPLITS:
+        numbers = np.flatnonzero((length_of > 0) & (is_held_out == (split == "validation"))).astype(ENDS_DTYPE)
+        ends = np.cumsum(length_of[numbers], dtype=ENDS_DTYPE)
+        if len(ends):
+            write_file(folder / f"{split}.ends", ends.tobytes())
+            write_file(folder / f"{split}.numbers", numbers.tobytes())
+            write_file(folder / f"{split}.hashes", hash_of[numbers].tobytes())
+            checksum = xxhash.xxh3_128_hexdigest(hash_of[numbers].tobytes() + ends.tobytes())
+            splits[split] = SplitReport(len(ends), int(ends[-1]), checksum)
+    held_out = ImportedTokens(opened, ends, numbers, hash_of[numbers], choose_dtype(vocab_size))  # of the last split
+    meta = make_meta(recipe, place, len(files), tokenizer_folder, tokenizer, [splits], threshold)
+    complete_store(folder, meta, TokenStream(held_out, ends).count_ids(vocab_size))
+
+
+def _read_documents(
+    files: Sequence[SourceFile], opened: Sequence[IdFile], field: str, vocab_size: int
+) -> Iterator[np.ndarray]:
+    """The ids of all documents in order, checked. DataError for an id without a token."""
+    for file, ids in zip(files, opened, strict=True):
+        with name_file(file, field):
+            for number in range(ids.num_documents):
+                found = ids.read(number)
+                if found.dtype.kind not in "iu":
+                    raise ValueError(f"document {number + 1} is of {found.dtype}")
+                if len(found) and not 0 <= int(found.min()) <= int(found.max()) < vocab_size:
+                    raise DataError(
+                        f"{file.path}, document {number + 1}: ids from {int(found.min())} to {int(found.max())}, and"
+                        f" model.tokenizer has {vocab_size} entries. Set model.tokenizer to the one that made these ids"
+                    )
+                yield found

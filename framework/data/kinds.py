@@ -1,19 +1,30 @@
-"""The kind of a file, by its ending, and first bytes that contradict it.
+"""Files by their kind: the kind that an ending says, first bytes that contradict it, files opened through their compression, and
+which of those that are found are data.
 
 A file whose ending is in neither table is read only if the recipe states its format. First bytes never choose a kind, they only
 refuse one: so a listing needs no more than names, and nothing is trained on as the wrong kind.
+
+A tar is read by samples, as WebDataset has them: members side by side whose names are equal up to the first dot, such as
+`shard/000.json` and `shard/000.cls`. The values of a sample are the fields of its object, `text` of a `.txt`, and other members
+by what stands behind that dot.
 """
 
 import bz2
+import fnmatch
 import gzip
 import importlib
 import io
 import json
 import lzma
+import os
 import re
+import tarfile
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, Literal, cast
+from tarfile import InvalidHeaderError, ReadError, TruncatedHeaderError  # type: ignore[attr-defined]
+from typing import Any, BinaryIO, Literal, Self, cast
 
 import pyarrow
 
@@ -92,6 +103,22 @@ MAGICS = (
     (b"\0\0\xfe\xff", OTHER_ENCODING.format("UTF-32")),
     (b"\xff\xfe", OTHER_ENCODING.format("UTF-16")),
     (b"\xfe\xff", OTHER_ENCODING.format("UTF-16")),
+)
+
+# Words in names of files.
+HELD_OUT = re.compile(
+    r"(?<![a-z])(tests?|testing|val|valid|validation|dev|eval|evaluation|h[eo]ld[-_. ]?out)(set|data|split)?(?![a-z])"
+)
+TRAIN = re.compile(r"(?<![a-z])train(ing)?(set|data|split)?(?![a-z])")
+ABOUT_THE_DATA = re.compile(r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing|authors|security)\b")
+# Files that `datasets` writes about a data set, and the caches of its `map` and `filter`.
+NOTES = (
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    "state.json",
+    "cache-*.arrow",
+    "*indices.arrow",
 )
 
 
@@ -184,3 +211,158 @@ def _open_zstd(path: Path, mode: str) -> io.BufferedReader:
         f"{path}: compressed with a window above 128 MiB (zstd --long). `pip install backports.zstd` or compress it without"
         f" --long"
     )
+
+
+def read_samples(path: Path) -> Iterator[dict[str, Any]]:
+    """The values of each sample of a tar, which may be compressed, in its order. A value that is no UTF-8 stays bytes."""
+    with open_bytes(path) as opened, tarfile.open(fileobj=opened, mode="r|", tarinfo=_Member) as tar:
+        for _, members in groupby(filter(_is_value, _list_members(tar)), lambda each: _split_name(each)[0]):
+            values: dict[str, Any] = {}
+            # A stream: each member is read before the next one is looked for.
+            for member in members:
+                file = tar.extractfile(member)
+                values |= _read_value(_split_name(member)[1], b"" if file is None else file.read())
+            yield values
+
+
+class _Member(tarfile.TarInfo):
+    """A member whose header is whole, or a ReadError: `tarfile` takes a damaged one for the end of the tar."""
+
+    @classmethod
+    def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
+        try:
+            return super().fromtarfile(tarfile)
+        except (InvalidHeaderError, TruncatedHeaderError) as error:
+            raise ReadError(f"{error} at byte {tarfile.offset:,}") from error
+
+
+def _list_members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    for member in tar:
+        yield member
+        tar.members = []  # type: ignore[attr-defined]  # else it keeps them all, millions
+
+
+def _is_value(member: tarfile.TarInfo) -> bool:
+    """Whether a member belongs to a sample: a file, but none that a system or WebDataset has put there."""
+    name = PurePath(member.name).name
+    return member.isfile() and bool(name) and not name.startswith((".", "__"))
+
+
+def _split_name(member: tarfile.TarInfo) -> tuple[str, str]:
+    """(the sample's name, the value's) of a member."""
+    path = PurePath(member.name)
+    stem, _, ending = path.name.partition(".")
+    return str(path.with_name(stem)), ending.lower()
+
+
+def _read_value(ending: str, data: bytes) -> dict[str, Any]:
+    value: Any = data
+    with suppress(UnicodeDecodeError):
+        value = data.decode("utf-8-sig")
+    if ending.rpartition(".")[2] == "json":
+        with suppress(ValueError, RecursionError):
+            found = json.loads(value)
+            return found if isinstance(found, dict) else {ending: found}
+    return {"text" if ending in ("txt", "text", "") else ending: value}
+
+
+class FoundFiles:
+    """Files found below `root`, by paths relative to it, sorted into data and the rest.
+
+    pattern: the glob below `root`. Its words are meant, so they do not count against a file. kinds: path -> kind of the data;
+    left_out: path -> why it is not read.
+    """
+
+    def __init__(self, paths: Iterable[Path], root: Path, pattern: PurePath, format: str) -> None:
+        self.kinds: dict[PurePath, Kind] = {}
+        self.left_out: dict[PurePath, str] = {}
+        self._root, self._pattern, self._format = root, pattern, format
+        relative: list[PurePath] = [path.relative_to(root) for path in paths]
+        relative.sort(key=lambda path: (len(path.parts), path.as_posix()))
+        arrow = {path.parent for path in relative if kind_of(path) == "arrow"}
+        # Folder of a saved data set -> the data files that its state.json lists.
+        self._saved = {folder: names for folder in arrow if (names := _read_state(root / folder))}
+        above = {parent for folder in arrow for parent in (folder, *folder.parents)}
+        # Folders of a saved DatasetDict.
+        self._dicts = {folder for folder in above if (root / folder / "dataset_dict.json").exists()}
+        parts = {(PurePath(*path.parts[:depth]), part) for path in relative for depth, part in enumerate(path.parts)}
+        # Folders in which a name says `train`.
+        self._with_train = {folder for folder, part in parts if TRAIN.search(part.lower())}
+        self._seen: dict[str, PurePath] = {}
+        self._real: dict[PurePath, str] = {}
+        for path in relative:
+            kind = self._find_kind(path)
+            reason = self._find_fault(path, kind) or self._find_twin(path)
+            if reason is None and kind is not None:
+                self.kinds[path] = kind
+            else:
+                self.left_out[path] = str(reason)
+
+    def _find_kind(self, path: PurePath) -> Kind | None:
+        """The kind by the ending, or the stated format for an ending that the recipe names or that is absent (part-00000)."""
+        if self._format in ENDINGS_OF_IDS:
+            return state_kind(path, self._format) if path.suffix in ENDINGS_OF_IDS[self._format] else None
+        kind = kind_of(path)
+        is_named = bool(path.suffix) and self._pattern.name.endswith(path.suffix)
+        is_bare = not strip_compression(path).suffix.rstrip("0123456789.") and path.name[0] not in "._"
+        if self._format == "auto" or (kind is not None and not is_named):
+            return kind
+        return state_kind(path, self._format) if is_named or is_bare or self._format == "text" else None
+
+    def _find_fault(self, path: PurePath, kind: Kind | None) -> str | None:
+        """The reason why a found file is not data; None if it is."""
+        pattern = self._pattern
+        wanted = {"auto": (kind,), "jsonl": ("jsonl", "json")}.get(self._format, (self._format,))
+        if not pattern.parts and any(part.startswith(".") for part in path.parts):
+            return "hidden"
+        if not (self._root / path).is_file():
+            return "no regular file"
+        if path.name != pattern.name and any(fnmatch.fnmatchcase(path.name, note) for note in NOTES):
+            return "written by `datasets` about the data"
+        if path.name not in self._saved.get(path.parent, (path.name,)) and kind == "arrow":
+            return "not among the data files of state.json"
+        if kind is None:
+            return f"no format known for {path.suffix or 'a name without ending'}"
+        if kind not in wanted:
+            return f"not of format={self._format}"
+        if kind != "text" and any(part.startswith("_") for part in path.parts) and "_" not in str(pattern):
+            return "under a name with _ in front (no data in Spark)"
+        is_meant = pattern.name.endswith(path.suffix or "*")
+        if kind == "text" and ABOUT_THE_DATA.match(path.name.lower()) and not is_meant:
+            return "about the data by its name"
+        if kind == "text" and kind_of(path) is None:
+            with open_bytes(self._root / path) as opened:
+                return find_foreign(opened.read(HEAD_BYTES)) or self._find_split(path, kind)
+        return self._find_split(path, kind)
+
+    def _find_split(self, path: PurePath, kind: Kind) -> str | None:
+        """The reason why a file is of a split that is not for training, by names. For prose and source code names count only
+        where a name beside them says `train`."""
+        for depth, part in enumerate(path.parts):
+            folder, word = PurePath(*path.parts[:depth]), HELD_OUT.search(part.lower())
+            if folder in self._dicts and part not in ("train", *self._pattern.parts):
+                return f"not the train split of a DatasetDict but {part}"
+            if not word or TRAIN.search(part.lower()) or HELD_OUT.search(str(self._pattern).lower()):
+                continue
+            if kind != "text" or folder in self._with_train:
+                return f"held out by its name ({word[0]})"
+        return None
+
+    def _find_twin(self, path: PurePath) -> str | None:
+        """The reason why a file is left out that is data already under another name."""
+        parent = self._real.get(path.parent) or self._real.setdefault(
+            path.parent, os.path.realpath(self._root / path.parent)
+        )
+        where = os.path.join(parent, path.name)
+        where = os.path.realpath(where) if os.path.islink(where) else where
+        twin = self._seen.setdefault(where, path)
+        return f"the same file as {twin}" if twin != path else None
+
+
+def _read_state(folder: Path) -> frozenset[str]:
+    """Names of the data files of a saved data set, by its state.json; none if that does not say."""
+    try:
+        state = json.loads((folder / "state.json").read_bytes())
+        return frozenset(entry["filename"] for entry in state["_data_files"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return frozenset()

@@ -11,8 +11,8 @@ first token of the next document is predicted from it. Attention crosses documen
 `documents`: positions restart at each document, by which the model keeps attention inside it. The label of an end-of-sequence
 id would be the first token of an unrelated document, so it is -100. A document that a sample's border cuts restarts at
 position 0 in the next sample, since its beginning is not there to attend to.
-`best_fit`: rows of whole documents (`rows.py`), kept apart as in `documents`; what is left of a row is one more document, without
-labels. The default for conversations.
+`best_fit`: rows of whole documents (`order.py`), kept apart as in `documents`; what is left of a row is one more document,
+without labels. The default for conversations.
 `alone`: one document in each row, filled up without labels.
 
 Of conversations only the tokens that an assistant says are labels, in every mode.
@@ -30,7 +30,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from framework.data.rows import Overlong, Rows
+from framework.data.order import Overlong, Rows
 from framework.data.store import TokenStream
 from framework.mesh.token_layout import ContextSlices
 from framework.model.loss import IGNORE

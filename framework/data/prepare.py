@@ -8,26 +8,25 @@ than a few files open, however many shards there are.
 
 import errno
 import json
-import os
 import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from framework.data.beside import make_head
-from framework.data.importing import import_store
-from framework.data.jobs import initial_threshold, list_all, make_jobs, make_meta, read_reports, run_jobs
+from framework.data.jobs import import_store, initial_threshold, list_all, make_jobs, make_meta, read_reports, run_jobs
 from framework.data.join import JoinPlan, count_needed_bytes, hold_lock, is_tokenized, join_store
+from framework.data.order import Rows, count_overlong, refuse_no_rows
 from framework.data.prepared import (
     DataPlaces,
     Prepared,
+    PreparedSource,
     StorePlace,
     check_vocabulary,
     find_prepared,
@@ -36,21 +35,9 @@ from framework.data.prepared import (
 )
 from framework.data.records import plan_shards
 from framework.data.remote import Root
-from framework.data.rows import Rows, count_overlong, refuse_no_rows
-from framework.data.shard import (
-    LARGEST_SHARE,
-    ShardReport,
-    read_texts,
-    settle_threshold,
-    shard_path,
-)
-from framework.data.show import show_record
+from framework.data.shard import LARGEST_SHARE, ShardReport, read_texts, settle_threshold, shard_path
 from framework.data.source import BAR_DELAY_S, SourceFile, list_files, summarize_left_out
-from framework.data.store import (
-    LEFT_OUT,
-    StoreMeta,
-    verify_small_files,
-)
+from framework.data.store import LEFT_OUT, StoreMeta, verify_small_files
 from framework.data.tasks import keep_tasks, open_task, refuse_unknown_score
 from framework.data.tokenize import (
     TokenizerInfo,
@@ -62,7 +49,7 @@ from framework.data.tokenize import (
     set_template,
     train_bpe,
 )
-from framework.errors import EXIT_DONE, DamagedStore, DataError
+from framework.errors import DamagedStore, DataError
 from framework.files import write_atomically, write_json
 from framework.host import count_cores
 from framework.recipe.schema import Recipe
@@ -132,24 +119,9 @@ def _is_whole(folder: Path, mends: bool = False) -> bool:
         return False
 
 
-def prepare_command(recipe: Recipe, *, workers: int | None = None, show: int | None = None) -> int:
-    """Prepare, print a summary and return the exit code (`meshwright prepare`). show: the number of a conversation to print."""
-    start = os.times()
-    prepared = prepare(recipe, workers)
-    stop = os.times()
-    wall_s, cpu_s = stop.elapsed - start.elapsed, sum(stop[:4]) - sum(start[:4])  # of children, too
-    print(describe(prepared))
-    for note in describe_rows(prepared, recipe):
-        print(note)
-    print(f"{wall_s:.1f} s, {cpu_s:.1f} s of CPU: {cpu_s / max(wall_s, 0.01):.1f} of {count_cores()} cores")
-    if show is not None:
-        show_record(recipe, prepared, show)
-    return EXIT_DONE
-
-
-def describe_rows(prepared: Prepared, recipe: Recipe) -> list[str]:
+def describe_rows(prepared: Prepared, recipe: Recipe, num_tokens: int = 0) -> list[str]:
     """A line per source of conversations: how full its rows are, and what is too long for one. DataError where data.overlong
-    refuses that, or leaves nothing."""
+    refuses that, or leaves nothing. num_tokens: as of `summarize_data`."""
     packing = recipe.data.packing
     if packing not in ("best_fit", "alone"):
         return []
@@ -162,7 +134,8 @@ def describe_rows(prepared: Prepared, recipe: Recipe) -> list[str]:
         refuse_no_rows(source.name, stream, rows.num_rows, context)
         count = stream.num_documents // (1 + stream.is_paired)
         line = f"rows     {source.name}: {count:,} {stream.noun} in {rows.num_rows:,} rows of {context} tokens, "
-        lines.append(f"{line}{rows.fill:.1%} filled")
+        repeats = _count_passes(num_tokens, prepared, source, rows.num_rows * context)
+        lines.append(f"{line}{rows.fill:.1%} filled{repeats}")
         if long := count_overlong(stream, context):
             done = "left out" if overlong == "skip" else "their ends cut off"
             lines.append(
@@ -178,27 +151,17 @@ def describe_rows(prepared: Prepared, recipe: Recipe) -> list[str]:
     return lines
 
 
-def describe(prepared: Prepared) -> str:
-    """A table of each source's size, then the tokenizer, the unigram entropy and the fingerprint."""
-    rows = [f"{'source':16} {'weight':>7} {'split':10} {'documents':>12} {'tokens':>15} {'bad':>6}  store"]
-    for source in prepared.sources:
-        for split, stream in source.streams.items():
-            rows.append(
-                f"{source.name:16} {source.weight:7g} {split:10} {stream.num_documents:12,} {stream.num_tokens:15,} "
-                f"{source.meta.num_bad_records:6}  {source.folder}"
-            )
-    rows += _describe_files(prepared)
-    rows.append(f"tokenizer: {prepared.vocab_size} entries, end of sequence {prepared.eos_id}, {prepared.tokenizer}")
-    if prepared.unigram_entropy is not None:
-        rows.append(f"unigram entropy of the validation split: {prepared.unigram_entropy:.4f} nats per token")
-    rows.append(f"fingerprint: {prepared.fingerprint}")
-    return "\n".join(rows)
+def _count_passes(num_tokens: int, prepared: Prepared, source: PreparedSource, tokens_once: int) -> str:
+    """Words on how often a run of so many tokens reads a source, if that is more than once. tokens_once: those of one pass."""
+    weight = sum(each.weight for each in prepared.sources)
+    passes = num_tokens * source.weight / weight / max(1, tokens_once)
+    return f", read {passes:,.1f} times" if passes > 1 else ""
 
 
-def summarize_data(prepared: Prepared, validation: float) -> str:
+def summarize_data(prepared: Prepared, validation: float, num_tokens: int = 0) -> str:
     """A line per source with its share of the samples and its tokens, then notes on what a user may not expect.
 
-    validation: data.validation, the share of documents that was asked for.
+    validation: data.validation, the share of documents that was asked for. num_tokens: of the run; 0 where it is not known.
     """
     weight, lines = sum(source.weight for source in prepared.sources), []
     for source in prepared.sources:
@@ -207,20 +170,22 @@ def summarize_data(prepared: Prepared, validation: float) -> str:
         tokens = f"{train:,} tokens to train on, {held_out:,} held out ({share:.1%})"
         if (words := source.meta.source) and source.meta.is_streamed:
             tokens += f": the first {words['head']:,} of {words['shards']:,} shards, the others come beside the run"
+        elif not source.meta.is_masked:  # whose rows are not full: `describe_rows`
+            tokens += _count_passes(num_tokens, prepared, source, train)
         lines.append(f"tokens   {source.name}: {source.weight / weight:.0%} of the samples, {tokens}")
         if validation > 0 and (share < validation / UNEVEN or share > max(UNEVEN * validation, LARGEST_SHARE)):
             lines.append(
                 f"note     {source.name}: a hash of its text decides whether a document is held out, and with few or very long"
                 f" ones that is {share:.1%} of the tokens; data.validation asks for {validation:.1%}"
             )
-    lines += [f"note     {line}" for line in _describe_files(prepared) if "left out" in line]
+    lines += [f"note     {line}" for line in describe_files(prepared) if "left out" in line]
     if len(prepared.sources) > 1:
         first = prepared.sources[0].name
         lines.append(f"note     sources are blended by weight: data.sources.{first}.weight=0 would leave {first} out")
     return "\n".join(lines)
 
 
-def _describe_files(prepared: Prepared) -> list[str]:
+def describe_files(prepared: Prepared) -> list[str]:
     """A line per source: the number of files read, and the files left out with the reasons."""
     lines = []
     for source in prepared.sources:
@@ -252,12 +217,10 @@ def _build(recipe: Recipe, places: DataPlaces, absent: Sequence[StorePlace], wor
         if recipe.data.mode == "stream":
             make_head(recipe, place, folder, tokenizer, workers, progress)
             continue
-        files = list_all(place)
         if place.source.is_imported:
-            make = partial(make_meta, recipe, place, len(files), folder.name, tokenizer)
-            words = place.source.field, tokenizer.vocab_size, initial_threshold(recipe)
-            import_store(place.folder, files, *words, make, progress)
+            import_store(recipe, place, folder.name, tokenizer, progress)
             continue
+        files = list_all(place)
         jobs = make_jobs(recipe, place, files, folder, tokenizer, progress)
         stores.append((place, files, jobs))
     run_jobs(recipe, [job for _, _, jobs in stores for job in jobs], workers, progress)

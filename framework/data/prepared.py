@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from framework.data.document import Form
 from framework.data.formats import open_ids
 from framework.data.growing import GrowingStream
 from framework.data.kinds import strip_compression
-from framework.data.pairs import Form
 from framework.data.remote import Root
 from framework.data.source import SourceFile, SourceMissing, list_files
 from framework.data.store import (

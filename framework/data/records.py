@@ -31,9 +31,8 @@ from typing import Any, BinaryIO
 import pyarrow
 import pyarrow.parquet
 
-from framework.data.kinds import HEAD_BYTES, find_foreign, find_records, open_bytes, strip_compression
+from framework.data.kinds import HEAD_BYTES, find_foreign, find_records, open_bytes, read_samples, strip_compression
 from framework.data.source import SourceFile, show_progress
-from framework.data.tars import read_samples
 from framework.errors import DataError
 
 # A text file above this size is cut at line ends into documents of about this size, so that a single large file can be

@@ -1,23 +1,34 @@
-"""Token stores in an object store (`data.root=s3://bucket/tokens`): small files mirrored to each node, tokens read by blocks.
+"""Token stores in an object store (`data.root=s3://bucket/tokens`): small files mirrored to each node, tokens read by blocks
+through a cache on the node's disk.
 
     URL/STORE/                   as in a folder (store.py); store.json is put last
     TMPDIR/meshwright-USER/tokens-KEY/
         STORE/                   on each node the same folder without train.tokens, validation.tokens and which are trained
-        blocks-N  .index         blocks of those (cache.py)
+        blocks-N                 N slots of a block of those each, the bound of the disk that the cache takes
+        blocks-N.index           for each slot the checksum of the block in it, and when it was last used
 
 What a run reads next follows from its cursor, so the loader asks for exactly these blocks some seconds before it reads them. A
 block is verified against its checksum wherever it comes from. `prepare` makes a store in the mirror as in any folder, puts it
 file by file, and then removes the tokens here: killed at any moment, it goes on when called again on this node.
+
+The cache is shared by the node's processes without a lock: nothing that is in it is believed. A block is asked for by its
+checksum, and a reader copies a slot and hashes the copy. So bytes that another process replaces at that moment, that a kill has
+left half written, or that lie under a wrong entry of the index are blocks that are not there, and are fetched again. Of the slots
+to which a block may go the least recently used makes room.
 """
 
+import fcntl
 import json
 import os
 import shutil
+import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,7 +36,6 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from framework.data.cache import NodeCache
 from framework.data.join import hold_lock, is_tokenized
 from framework.data.store import (
     BLOCK_BYTES,
@@ -40,7 +50,7 @@ from framework.data.store import (
 )
 from framework.data.tokenize import INFO_FILE
 from framework.errors import DamagedStore, DataError, StorageError
-from framework.files import write_atomically
+from framework.files import name_errors, write_atomically
 from framework.object_store import ObjectPath, Upload, is_url, read, retry
 from framework.recipe.schema import Data
 
@@ -54,6 +64,9 @@ FETCHES_AT_ONCE = 16
 MAX_PENDING = 1024
 # A request that hangs longer than the library's own limits is an error.
 WAIT_S = 300.0
+# Slots to one of which a block may go.
+WAYS = 16
+ENTRY = np.dtype([("hash", np.uint64), ("used_ns", np.int64)])
 
 
 @dataclass(frozen=True)
@@ -213,7 +226,7 @@ def _upload(path: Path, to: ObjectPath) -> None:
 class RemoteReader:
     """Opens files of stores below a URL: with the threads that fetch, and the node's cache."""
 
-    def __init__(self, url: ObjectPath, cache: NodeCache) -> None:
+    def __init__(self, url: ObjectPath, cache: "NodeCache") -> None:
         self.url, self.cache = url, cache
         self.threads = ThreadPoolExecutor(FETCHES_AT_ONCE, "fetch")
         weakref.finalize(self, self.threads.shutdown, wait=False, cancel_futures=True)
@@ -282,3 +295,83 @@ class RemoteFile:
                 self._reader.cache.put(hash, data)
                 return data
         raise DamagedStore(describe_block(self._path, block))
+
+
+class NodeCache:
+    """A cache of blocks in a folder, at most `num_bytes` of disk."""
+
+    def __init__(self, folder: Path, num_bytes: int) -> None:
+        """DataError where the disk has no room for it."""
+        ways = min(WAYS, max(1, num_bytes // (BLOCK_BYTES + ENTRY.itemsize)))
+        num_sets = max(1, num_bytes // (ways * (BLOCK_BYTES + ENTRY.itemsize)))
+        path = folder / f"blocks-{num_sets * ways}"
+        for other in set(folder.glob("blocks-*[0-9]")) - {path}:
+            _remove_unused(other)
+        self._file = _open_sized(path, num_sets * ways * BLOCK_BYTES)
+        index_path = path.with_name(f"{path.name}.index")
+        index_file = _open_sized(index_path, num_sets * ways * ENTRY.itemsize)
+        with name_errors(index_path):
+            # A page of a map for which the disk has no room would end the process.
+            os.posix_fallocate(index_file, 0, num_sets * ways * ENTRY.itemsize)
+        os.close(index_file)
+        self._index = np.memmap(index_path, ENTRY, "r+", shape=(num_sets, ways))
+        self._path, self._is_writable = path, True
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            os.close(self._file)
+
+    def get(self, hash: int, num_bytes: int) -> bytes | None:
+        """The block with this checksum, None where it is not there."""
+        number, entries = self._entries(hash)
+        for way in np.flatnonzero(entries["hash"] == hash):
+            data = os.pread(self._file, num_bytes, (number * len(entries) + int(way)) * BLOCK_BYTES)
+            if len(data) == num_bytes and hash_block(np.frombuffer(data, np.uint8)) == hash:
+                entries["used_ns"][way] = time.time_ns()
+                return data
+        return None
+
+    def put(self, hash: int, data: bytes) -> None:
+        """Keep a block in place of the least recently used one of its slots. A disk that fails costs the cache, not the run."""
+        if not self._is_writable:
+            return
+        number, entries = self._entries(hash)
+        known = np.flatnonzero(entries["hash"] == hash)
+        way = int(known[0]) if len(known) else int(np.argmin(entries["used_ns"]))
+        try:
+            os.pwrite(self._file, data, (number * len(entries) + way) * BLOCK_BYTES)
+        except OSError as error:
+            self._is_writable = False
+            print(
+                f"caution  {self._path}: {error.strerror}. Blocks are no longer kept there", file=sys.stderr, flush=True
+            )
+        entries[way] = (hash, time.time_ns())
+
+    def _entries(self, hash: int) -> tuple[int, np.ndarray]:
+        """The number of a block's set of slots, and their part of the index: a view of [ways]."""
+        number = hash % len(self._index)
+        return number, self._index[number]
+
+
+def _remove_unused(path: Path) -> None:
+    """Remove a cache of another size, which would come on top of this one's, unless a process still uses it."""
+    with suppress(OSError), path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+        path.with_name(f"{path.name}.index").unlink(missing_ok=True)
+
+
+def _open_sized(path: Path, num_bytes: int) -> int:
+    """Open a file of a size, which keeps what it has. Its bytes take disk once they are written."""
+    with name_errors(path):
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fcntl.flock(file, fcntl.LOCK_SH)  # as long as it is open: `_remove_unused`
+        missing = num_bytes - os.fstat(file).st_blocks * 512
+        if missing > (free := shutil.disk_usage(path.parent).free):
+            os.close(file)
+            raise DataError(
+                f"data.cache_gb: a cache of {num_bytes:,} bytes at {path} may need {missing:,} more, and {free:,} are free there."
+                f" Lower data.cache_gb, or set TMPDIR to a larger disk of the node"
+            )
+        os.ftruncate(file, num_bytes)
+    return file

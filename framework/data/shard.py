@@ -31,27 +31,23 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
-from framework.data.conversation import BESIDE, read_conversation
 from framework.data.document import (
     Document,
+    Form,
+    add_probes,
+    beside_of,
+    encode_answers,
     encode_conversation,
     encode_text,
     hash_document,
     hash_values,
     load_chat,
     load_encoder_once,
+    read_answers,
+    read_conversation,
 )
-from framework.data.pairs import BESIDE_ANSWER, Form, add_probes, encode_answers, read_answers
 from framework.data.records import FileSpan, Record, count_rows_before, is_array, read_records
-from framework.data.store import (
-    ENDS_DTYPE,
-    SPLITS,
-    TRAINED_DTYPE,
-    Split,
-    SplitSize,
-    choose_dtype,
-    read_json,
-)
+from framework.data.store import ENDS_DTYPE, SPLITS, TRAINED_DTYPE, Split, SplitSize, choose_dtype, read_json
 from framework.data.tokenize import TokenizerInfo
 from framework.errors import DataError
 from framework.files import unfinished_path, write_atomically, write_json
@@ -360,11 +356,6 @@ def read_texts(
                 yield "\n".join(said), hash_values(values)
 
 
-def beside_of(conversation: str | None, form: Form | None) -> Sequence[str] | None:
-    """The fields that are read beside that of a conversation, or of answers of a form; None: beside text none is."""
-    return None if conversation is None else BESIDE if form is None else BESIDE_ANSWER
-
-
 def escape(text: str) -> str:
     """Text from a record for a terminal and a file: control characters and halves of surrogate pairs escaped, the end cut off."""
     chars = (char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:REASON_CHARS])
@@ -407,9 +398,8 @@ def tokenize_shards(jobs: list[ShardJob], workers: int) -> Generator[tuple[Shard
     if workers <= 1:
         yield from ((job, tokenize_shard(job)) for job in jobs)
         return
-    context = multiprocessing.get_context(
-        "spawn"
-    )  # forking a process that has threads (tokenizers, torch) may deadlock
+    # Forking a process that has threads (tokenizers, torch) may deadlock.
+    context = multiprocessing.get_context("spawn")
     reader, writer = context.Pipe(duplex=False)
     executor = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(reader,))
     try:

@@ -1,13 +1,15 @@
-"""The files of a source: listed from a file, a folder, a glob or a hub dataset, and which of them are data.
+"""The files of a source: listed from a file, a folder, a glob or a hub dataset, or those that every machine has.
 
 A file that the recipe names is read or refused. A file that is merely found is judged by its name and by the notes that
-`datasets` leaves beside a saved data set, and left out with a reason if it is not text to train on. Hub datasets are loaded by
-`datasets`, which keeps them in its own cache ($HF_HOME); local files are not copied.
+`datasets` leaves beside a saved data set, and left out with a reason if it is not text to train on (`kinds.FoundFiles`). Hub
+datasets are loaded by `datasets`, which keeps them in its own cache ($HF_HOME); local files are not copied.
 """
 
+import builtins
 import difflib
 import fnmatch
 import glob
+import inspect
 import json
 import os
 import re
@@ -16,49 +18,28 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path, PurePath
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from framework.data.kinds import (
-    BESIDE_IDS,
-    ENDINGS_OF_IDS,
-    HEAD_BYTES,
-    Kind,
-    describe_head,
-    find_foreign,
-    kind_of,
-    open_bytes,
-    state_kind,
-    strip_compression,
-)
-from framework.data.python_help import PYTHON_HELP, write_help
+from framework.data.kinds import BESIDE_IDS, ENDINGS_OF_IDS, FoundFiles, Kind, describe_head, kind_of, state_kind
 from framework.errors import DataError
+from framework.files import write_atomically
 from framework.recipe.schema import Source
 
 T = TypeVar("T")
 STDLIB = "python-stdlib"
+PYTHON_HELP = "python-help"
+HELP_TYPES = (str, list, dict, set, int, float, bytes)
+HELP_QUESTIONS = ("What does {} do?", "Tell me about {}.", "How do I use {}?")
+LONGEST_HELP = 120
 FORMATS = "jsonl, csv, tsv, parquet, arrow, tar or text"
 NAMES_SHOWN = 3
 REASONS_SHOWN = 4
 # Most phases are over before anyone would look at a bar.
 BAR_DELAY_S = 1.0
-
-HELD_OUT = re.compile(
-    r"(?<![a-z])(tests?|testing|val|valid|validation|dev|eval|evaluation|h[eo]ld[-_. ]?out)(set|data|split)?(?![a-z])"
-)
-TRAIN = re.compile(r"(?<![a-z])train(ing)?(set|data|split)?(?![a-z])")
-ABOUT_THE_DATA = re.compile(r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing|authors|security)\b")
-# Files that `datasets` writes about a data set, and the caches of its `map` and `filter`.
-NOTES = (
-    "dataset_info.json",
-    "dataset_infos.json",
-    "dataset_dict.json",
-    "state.json",
-    "cache-*.arrow",
-    "*indices.arrow",
-)
 
 
 @dataclass(frozen=True)
@@ -250,6 +231,35 @@ def get_files(name: str, source: Source, files: tuple[SourceFile, ...], folder: 
     return (_stat(path, path.name, "jsonl"),)
 
 
+def write_help(folder: Path) -> Path:
+    """Write conversations that every machine has to a file in `folder`, one on each line: questions about Python's builtins,
+    answered by their own docstrings. They are equal for one version of Python."""
+    path = folder / f"{PYTHON_HELP}.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    facts, conversations = list(_list_facts()), list[list[dict[str, str]]]()
+    for question in HELP_QUESTIONS:  # each answer by itself, and behind that to the question before
+        conversations += [_ask(question, *fact) for fact in facts]
+        conversations += [_ask(question, *first) + _ask("And {}?", *second) for first, second in pairwise(facts)]
+    with write_atomically(path) as file:
+        file.writelines(json.dumps({"messages": each}).encode() + b"\n" for each in conversations)
+    return path
+
+
+def _ask(question: str, name: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question.format(name)}, {"role": "assistant", "content": answer}]
+
+
+def _list_facts() -> Iterator[tuple[str, str]]:
+    """(name, first sentence of its docstring) of functions and of methods, in the order of their names."""
+    named: list[tuple[str, Any]] = [(name, getattr(builtins, name)) for name in sorted(vars(builtins))]
+    named = [(name, each) for name, each in named if inspect.isbuiltin(each)]
+    named += [(f"{kind.__name__}.{name}", getattr(kind, name)) for kind in HELP_TYPES for name in sorted(vars(kind))]
+    for name, each in named:
+        sentence = (inspect.getdoc(each) or "").partition("\n\n")[0].replace("\n", " ").partition(". ")[0]
+        if "_" not in name and callable(each) and 0 < len(sentence) <= LONGEST_HELP and "->" not in sentence:
+            yield name, sentence.removesuffix(".") + "."
+
+
 def download_dataset(name: str, source: Source) -> tuple[SourceFile, ...]:
     """The train split of a hub dataset, as Arrow files in the cache of `datasets`. DataError if it does not load."""
     import datasets  # takes a second, and only hub datasets and Arrow files need it
@@ -345,105 +355,3 @@ def _matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
         return True
     matched = fnmatch.fnmatchcase(parts[0], pattern[0]) and not parts[0].startswith(".")
     return matched and _matches(parts[1:], pattern if pattern[0] == "**" else pattern[1:])
-
-
-class FoundFiles:
-    """Files found below `root`, by paths relative to it, sorted into data and the rest.
-
-    pattern: the glob below `root`. Its words are meant, so they do not count against a file. kinds: path -> kind of the data;
-    left_out: path -> why it is not read.
-    """
-
-    def __init__(self, paths: Iterable[Path], root: Path, pattern: PurePath, format: str) -> None:
-        self.kinds: dict[PurePath, Kind] = {}
-        self.left_out: dict[PurePath, str] = {}
-        self._root, self._pattern, self._format = root, pattern, format
-        relative: list[PurePath] = [path.relative_to(root) for path in paths]
-        relative.sort(key=lambda path: (len(path.parts), path.as_posix()))
-        arrow = {path.parent for path in relative if kind_of(path) == "arrow"}
-        # Folder of a saved data set -> the data files that its state.json lists.
-        self._saved = {folder: names for folder in arrow if (names := _read_state(root / folder))}
-        above = {parent for folder in arrow for parent in (folder, *folder.parents)}
-        # Folders of a saved DatasetDict.
-        self._dicts = {folder for folder in above if (root / folder / "dataset_dict.json").exists()}
-        parts = {(PurePath(*path.parts[:depth]), part) for path in relative for depth, part in enumerate(path.parts)}
-        # Folders in which a name says `train`.
-        self._with_train = {folder for folder, part in parts if TRAIN.search(part.lower())}
-        self._seen: dict[str, PurePath] = {}
-        self._real: dict[PurePath, str] = {}
-        for path in relative:
-            kind = self._find_kind(path)
-            reason = self._find_fault(path, kind) or self._find_twin(path)
-            if reason is None and kind is not None:
-                self.kinds[path] = kind
-            else:
-                self.left_out[path] = str(reason)
-
-    def _find_kind(self, path: PurePath) -> Kind | None:
-        """The kind by the ending, or the stated format for an ending that the recipe names or that is absent (part-00000)."""
-        if self._format in ENDINGS_OF_IDS:
-            return state_kind(path, self._format) if path.suffix in ENDINGS_OF_IDS[self._format] else None
-        kind = kind_of(path)
-        is_named = bool(path.suffix) and self._pattern.name.endswith(path.suffix)
-        is_bare = not strip_compression(path).suffix.rstrip("0123456789.") and path.name[0] not in "._"
-        if self._format == "auto" or (kind is not None and not is_named):
-            return kind
-        return state_kind(path, self._format) if is_named or is_bare or self._format == "text" else None
-
-    def _find_fault(self, path: PurePath, kind: Kind | None) -> str | None:
-        """The reason why a found file is not data; None if it is."""
-        pattern = self._pattern
-        wanted = {"auto": (kind,), "jsonl": ("jsonl", "json")}.get(self._format, (self._format,))
-        if not pattern.parts and any(part.startswith(".") for part in path.parts):
-            return "hidden"
-        if not (self._root / path).is_file():
-            return "no regular file"
-        if path.name != pattern.name and any(fnmatch.fnmatchcase(path.name, note) for note in NOTES):
-            return "written by `datasets` about the data"
-        if path.name not in self._saved.get(path.parent, (path.name,)) and kind == "arrow":
-            return "not among the data files of state.json"
-        if kind is None:
-            return f"no format known for {path.suffix or 'a name without ending'}"
-        if kind not in wanted:
-            return f"not of format={self._format}"
-        if kind != "text" and any(part.startswith("_") for part in path.parts) and "_" not in str(pattern):
-            return "under a name with _ in front (no data in Spark)"
-        is_meant = pattern.name.endswith(path.suffix or "*")
-        if kind == "text" and ABOUT_THE_DATA.match(path.name.lower()) and not is_meant:
-            return "about the data by its name"
-        if kind == "text" and kind_of(path) is None:
-            with open_bytes(self._root / path) as opened:
-                return find_foreign(opened.read(HEAD_BYTES)) or self._find_split(path, kind)
-        return self._find_split(path, kind)
-
-    def _find_split(self, path: PurePath, kind: Kind) -> str | None:
-        """The reason why a file is of a split that is not for training, by names. For prose and source code names count only
-        where a name beside them says `train`."""
-        for depth, part in enumerate(path.parts):
-            folder, word = PurePath(*path.parts[:depth]), HELD_OUT.search(part.lower())
-            if folder in self._dicts and part not in ("train", *self._pattern.parts):
-                return f"not the train split of a DatasetDict but {part}"
-            if not word or TRAIN.search(part.lower()) or HELD_OUT.search(str(self._pattern).lower()):
-                continue
-            if kind != "text" or folder in self._with_train:
-                return f"held out by its name ({word[0]})"
-        return None
-
-    def _find_twin(self, path: PurePath) -> str | None:
-        """The reason why a file is left out that is data already under another name."""
-        parent = self._real.get(path.parent) or self._real.setdefault(
-            path.parent, os.path.realpath(self._root / path.parent)
-        )
-        where = os.path.join(parent, path.name)
-        where = os.path.realpath(where) if os.path.islink(where) else where
-        twin = self._seen.setdefault(where, path)
-        return f"the same file as {twin}" if twin != path else None
-
-
-def _read_state(folder: Path) -> frozenset[str]:
-    """Names of the data files of a saved data set, by its state.json; none if that does not say."""
-    try:
-        state = json.loads((folder / "state.json").read_bytes())
-        return frozenset(entry["filename"] for entry in state["_data_files"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return frozenset()

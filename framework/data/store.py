@@ -6,7 +6,7 @@
         train.numbers  .hashes            of token ids that are read where they lie (formats.py), in place of train.tokens: int64,
                                           the number of each document among those of all files; uint64: xxh3 of its ids
         train.trained                     of conversations: uint8, 1 for each token of train.tokens that is trained; of answers
-                                          to compare the kind of answer (`pairs.py`)
+                                          to compare the kind of answer (document.py)
         validation.tokens  .ends ...      the same of the held-out documents; a split without documents has no files
         validation.counts                 int64 [vocab]: occurrences of each id in the validation split
         checksums                         uint64: xxh3 of each block of train.tokens, train.ends (and train.trained), then those

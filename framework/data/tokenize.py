@@ -291,11 +291,11 @@ def cut_at_spaces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def decode_start(folder: Path, ids: np.ndarray, num_words: int = 4) -> str:
+def decode_start(folder: Path, ids: np.ndarray) -> str:
     """The first words of the text of `ids` ([n]), on one line; `TEXT` if the kept tokenizer is of a kind that is slow to load."""
     file = folder / "tokenizer.json"
     text = Tokenizer.from_file(str(file)).decode(ids.tolist()) if file.exists() else ""
-    words = text.strip().partition("\n")[0].split()[:num_words]
+    words = text.strip().partition("\n")[0].split()[:4]
     return " ".join(words) or "TEXT"
 
 

@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from framework import errors
 from framework.comm.connect import INTERFACES, LOOPBACK, SECRET
 from framework.errors import EXIT_DONE, EXIT_INTERRUPTED
-from framework.monitor.stop import STOPPING, heard_signals, say_from_handler
+from framework.monitor.progress import STOPPING, heard_signals, say_from_handler
 
 # Marks of an error that another rank's end has caused: gloo's sockets, NCCL's and c10d's messages, and ours.
 LOST_PEER = (
@@ -160,10 +160,8 @@ def run_ranks(
     Returns when all have ended; when one fails, the agent ends the others. `log` gets one error file per failed rank.
     """
     rendezvous = LoopbackRendezvous()
-    own = {
-        SECRET: secrets.token_hex(16),
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
-    }  # the other signals are forwarded
+    # Signals but SIGQUIT are forwarded.
+    own = {SECRET: secrets.token_hex(16), "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"}
     own |= {name: LOOPBACK for name in INTERFACES if name not in os.environ}
     spec = WorkerSpec(
         role="rank",

@@ -9,10 +9,17 @@ Besides the paths of `RunDirectory` a run has in its folder:
     request-save, request-stop  written by `meshwright save` and `stop`, read by rank 0
     lineage.json    the starts that trained the steps which the run goes on from; copies of other starts are not used
     checkpoints.json  the step that was committed last: a run that has saved never starts over by itself
+    run.json        {"xxh3": HASH OF ALL ELSE, "id": ..., "created": ..., "birth": ..., "launches": [...],
+                    "recipe": {KEY: VALUE}, "tokenizer": HASH}: the run's birth, its launches with the software of each, and what
+                    a launch has written into the folder (identity.py)
     ...             files of observers: metrics, report, curves
+
+Training reads only the birth of run.json and the values that are compared, so a run with a damaged record may go on: the next
+launch makes it anew. The launches before are lost then, which is printed.
 """
 
 import fcntl
+import json
 import os
 import re
 import shlex
@@ -25,16 +32,19 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TextIO
 
+import xxhash
+
 from framework.checkpoint.storage import CHECKPOINTS, checkpoints_of
 from framework.errors import LeaseLost, RunError, RunInUse
-from framework.files import try_lock
+from framework.files import PRIVATE, try_lock, write_file
 from framework.launch.places import explain_errors
-from framework.launch.record import begin_anew, first_record, now, read_record, write_record
 from framework.lease import Holder, Lease, read_lease, take
-from framework.monitor.stop import SAVE_FILE, STOP_FILE
+from framework.monitor.progress import SAVE_FILE, STOP_FILE
 from framework.object_store import Place
 from framework.recipe.schema import Run
 
+# The key of run.json's hash of all else.
+SEAL = "xxh3"
 # SLURM says that the holder has ended, and its lock is still held: after this time the run is taken from it.
 TAKE_OVER_AFTER_S = 10.0
 # Time for ranks that are about to end, before SLURM is asked about them.
@@ -63,11 +73,12 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path, self.id = path, path.name
         self.recipe = path / "recipe.yaml"  # which every rank, resume and requeue reads
-        self.record = path / "run.json"  # the run's id, birth and launches (record.py)
+        self.record = path / "run.json"  # the run's id, birth and launches
         self.exports = path / "exports"  # folders step-N that from_pretrained loads, of checkpoint.export_every_steps
         self.tokenizer = path / "tokenizer"  # the one that made the tokens; an export gets a copy
         self.pretrained = path / "pretrained"  # the config and small files of model.weights, which an export gets
         self.log = path / "log"  # one error file per failed rank and launch
+        self.error = path / "error.txt"  # of the newest launch on this machine, if it has failed
         self.job_log = path / "job.log"  # output of a submitted run's jobs, one after another
         self.script = path / "slurm" / "job.sh"  # that sbatch got
         self.history = path / "slurm" / "history"  # a line for each start and end of a job's ranks, by the script
@@ -295,12 +306,12 @@ class RunDirectory:
     def read_record(self) -> dict[str, Any]:
         """The content of run.json. RunError where it was cut or changed."""
         with explain_errors(self.path):
-            return read_record(self.record)
+            return _read_record(self.record)
 
     def find_record(self) -> dict[str, Any]:
         """The content of run.json; nothing where it is gone or damaged, for callers that can do without."""
         with explain_errors(self.path), suppress(FileNotFoundError, RunError):
-            return read_record(self.record)
+            return _read_record(self.record)
         return {}
 
     def note_launch(
@@ -315,7 +326,10 @@ class RunDirectory:
         """Add a launch to run.json: the overrides, the keys that they changed, and `more` of it, such as the job's id.
         lease: None for a run of a sweep, whose job may have begun: ranks do not write this file. recipe, tokenizer: the run's
         (identity.py), None where they stay."""
-        record = self.find_record() or begin_anew(self.record)
+        record = self.find_record()
+        if not record:
+            print(f"{self.record} was gone or damaged, and is made anew without earlier launches", file=sys.stderr)
+            record = first_record(self.id)
         launch = {"time": now(), "host": socket.gethostname(), "overrides": overrides, "changes": changes, **more}
         record["launches"].append(launch)
         record |= {name: value for name, value in (("recipe", recipe), ("tokenizer", tokenizer)) if value is not None}
@@ -355,3 +369,41 @@ def _is_at(file: TextIO, path: Path) -> bool:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
         return False
+
+
+def first_record(run_id: str) -> dict[str, Any]:
+    """The record of a run that nobody has launched. birth: a name that no run before it has had and that sorts behind theirs:
+    nanoseconds of the clock, and chance."""
+    birth = f"{time.time_ns():016x}-{os.urandom(4).hex()}"
+    return {"id": run_id, "created": now(), "birth": birth, "launches": []}
+
+
+def write_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Write run.json. Its hash shows a changed value as surely as a cut file."""
+    text = json.dumps({SEAL: _hash(record), **record}, indent=2)
+    write_file(path, f"{text}\n".encode(), PRIVATE)
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """The values of run.json. RunError where they are not as they were written; those of an earlier version have no hash."""
+    try:
+        values: dict[str, Any] = json.loads(path.read_bytes())
+        seal = values.pop(SEAL, None)
+        is_whole = isinstance(values["launches"], list) and seal in (None, _hash(values))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        is_whole = False
+    if not is_whole:
+        raise RunError(
+            f"{path} was cut or changed after it was written: who has launched the run, and its jobs, cannot be read. A resume on"
+            " this machine makes it anew. Else see that no job of the run waits or runs, and remove the file"
+        )
+    return values
+
+
+def now() -> str:
+    """The time as people read it."""
+    return time.strftime("%Y-%m-%d %H:%M:%S %z")
+
+
+def _hash(values: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(values, sort_keys=True).encode())

@@ -15,12 +15,19 @@ from framework.data.prepare import describe_rows, prepare, summarize_data
 from framework.data.prepared import Prepared
 from framework.errors import RunError
 from framework.imports import loading_libraries
-from framework.launch.branch import find_origin, refuse_other_shapes
 from framework.launch.directory import RunDirectory
-from framework.launch.elastic import describe_counts, legal_counts, plan_counts
 from framework.launch.identity import describe_identity, keep_tokenizer
+from framework.launch.nodes import describe_counts, legal_counts, plan_counts
 from framework.launch.places import explain_errors, place_checkpoints
-from framework.launch.resume import RecipeChanges, find_changes, resume_command, resume_recipe, saved_step
+from framework.launch.resume import (
+    RecipeChanges,
+    find_changes,
+    find_origin,
+    refuse_other_shapes,
+    resume_command,
+    resume_recipe,
+    saved_step,
+)
 from framework.launch.settle import keep_pretrained, settle, settle_steps, settle_tokens
 from framework.lease import Lease
 from framework.mesh.placement import place
@@ -39,10 +46,8 @@ class CheckedLayout:
     """A recipe whose ranks were laid out."""
 
     model_type: str
-    # Printed below the summary.
-    lines: Sequence[str] = ()
-    # Numbers of nodes on which the run may start; empty for a run of this machine.
-    counts: Sequence[int] = ()
+    lines: Sequence[str] = ()  # printed below the summary
+    counts: Sequence[int] = ()  # numbers of nodes on which the run may start; empty for a run of this machine
 
 
 def check_ranks(recipes: Sequence[Recipe], is_new: bool = True) -> CheckedLayout:
@@ -74,16 +79,11 @@ class RunPart:
     """The next part of a run."""
 
     recipe: Recipe
-    # The step from which it goes on.
-    step: int
-    # The tokenizer of its data, None for a run that has trained and keeps its own.
-    tokenizer: Path | None
-    # Numbers of nodes, as of `CheckedLayout`.
-    counts: Sequence[int]
-    # Keys that the command line changes in a run that goes on.
-    changes: RecipeChanges = field(default_factory=dict)
-    # recipe.yaml has this recipe already.
-    is_saved: bool = False
+    step: int  # the step from which it goes on
+    tokenizer: Path | None  # the tokenizer of its data, None for a run that has trained and keeps its own
+    counts: Sequence[int]  # numbers of nodes, as of `CheckedLayout`
+    changes: RecipeChanges = field(default_factory=dict)  # keys that the command line changes in a run that goes on
+    is_saved: bool = False  # recipe.yaml has this recipe already
 
     def write(self, run: RunDirectory, lease: Lease) -> None:
         """Write the files that ranks and exports read."""
@@ -151,7 +151,9 @@ def _decide(chosen: Recipe, step: int, changes: RecipeChanges, is_open: bool, pr
     prepared = prepared or prepare(recipe)
     for stage in split_stages(recipe) if recipe.train.stages else ():
         describe_rows(prepare(stage.recipe), stage.recipe)  # refuses rows that a stage has nothing for
-    print("\n".join([summarize_data(prepared, recipe.data.validation), *describe_rows(prepared, recipe)]))
+    num_tokens = 0 if recipe.train.stages else count_tokens(recipe)
+    summary = summarize_data(prepared, recipe.data.validation, num_tokens)
+    print("\n".join([summary, *describe_rows(prepared, recipe, num_tokens)]))
     if is_open:
         recipe = settle_tokens(recipe, prepared.tokenizer)
     tokenizer = prepared.tokenizer if is_open else None

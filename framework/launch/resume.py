@@ -1,45 +1,51 @@
-"""The recipe of a command line: that of a new run, or the saved one of a run that goes on, with the changes that are allowed.
+"""The recipe of a command line: of a new run, of a run that goes on, or of a branch, with the changes that are allowed.
 
 Every value of a run's recipe has shaped its weights, so a run whose recipe changes is another run. A resume may change values
 that do not touch the training run itself (layouts, places, rhythms), or that only add to it (more steps).
+
+A branch is a new run that begins with the weights and moments of another run's checkpoint (`run.start_from`). Its recipe is that
+of its origin with the changes of the command line; the launch prints them. Steps count on from the origin's, and so do the
+learning-rate schedule and, where the data and its order are the same, the position in the data.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from framework.checkpoint.commit import newest_checkpoint, step_of
+from framework.checkpoint.commit import list_checkpoints, locate, newest_checkpoint, open_checkpoint, step_of
 from framework.errors import RecipeError, RunError
-from framework.launch.branch import compose_branch, find_origin
-from framework.launch.directory import RunDirectory, list_runs
+from framework.imports import loading_libraries
+from framework.launch.directory import RunDirectory, find_run, list_runs
 from framework.launch.identity import ABSENT, MAY_CHANGE, find_edits, may_change, read_recorded, refuse_edits, values_of
-from framework.launch.settle import keep_settled
+from framework.launch.places import explain_errors
+from framework.lease import Lease
+from framework.object_store import Place
 from framework.output import align
 from framework.plan.auto import require_layout
-from framework.recipe.compose import compose, load_recipe
+from framework.recipe.check import check_recipe, with_layout_of
+from framework.recipe.compose import Composition, compose, load_recipe, with_choices
 from framework.recipe.describe import describe_experiments
 from framework.recipe.environment import HIDDEN, is_secret
 from framework.recipe.files import search_path
-from framework.recipe.keys import flatten
-from framework.recipe.layout_keys import with_layout_of
+from framework.recipe.keys import TOKEN_IDS, flatten, nearest, value_of
 from framework.recipe.overrides import parse_overrides, write_override, write_resume
-from framework.recipe.problem import render_problems, show
+from framework.recipe.problem import COMMAND_LINE, Problem, render_problems, show
 from framework.recipe.run_rules import find_run_root_problems
 from framework.recipe.schema import Recipe, Run
-from framework.recipe.suggest import nearest
+from framework.recipe.stages import settle_borders
+from framework.track.jsonl import LOADS_FILE, METRICS_FILE
 
 SHOWN_RUNS = 10
 # Keys that the run's folder states.
 OWN_KEYS = ("run.root", "run.id", "run.name")
-
-
 # A command line that has a recipe of these groups, or a value below these keys, says what to train. The place of data, or the way
 # in which a model computes, does not.
 SUBJECT_GROUPS = ("experiment", "model", "data")
 SUBJECT_KEYS = ("model.family", "model.weights", "model.config_file", "model.config", "data.sources")
-
-
+# Keys on which the order of samples depends, beside the content of the data.
+ORDER_KEYS = ("batch.context", "data.packing", "data.overlong", "data.mode", "train.seed")
 # Keys whose values differ from the saved recipe's: (was, now).
 RecipeChanges = dict[str, tuple[Any, Any]]
 
@@ -116,9 +122,8 @@ def resume_recipe(run: RunDirectory, overrides: list[str], recipe_dirs: list[Pat
     else:
         composed = _compose_settled(saved, overrides, recipe_dirs) if chooses else resumed
     refuse_other_origin(run, resumed.run.start_from, start_from)
-    is_open = (
-        composed.parallel.layout == "auto"
-    )  # by a choice of recipes, parallel=auto, which the beginning has followed
+    # A choice of recipes says parallel=auto, which the beginning has followed.
+    is_open = composed.parallel.layout == "auto"
     if is_open:
         composed = with_layout_of(composed, saved)
     recorded = read_recorded(run)["recipe"]
@@ -163,6 +168,26 @@ def _compose_settled(saved: Recipe, overrides: list[str], dirs: list[Path], base
     # parallel.layout=auto that is typed chooses anew, for the ranks that the run goes on with.
     recipe = composition.require() if base is None else require_layout(composition, overrides, dirs)
     return keep_settled(saved, recipe, composition.origins)
+
+
+def keep_settled(saved: Recipe, other: Recipe, origins: Mapping[str, str] | None = None) -> Recipe:
+    """`other` with the values that the run's beginning has settled, where it leaves them open.
+
+    origins: where each value of `other` was written. Token ids of a file may be those that the beginning has corrected; typed
+    ones are the user's.
+    """
+    precision, model = other.precision, other.model
+    if precision.compute == "auto":
+        precision = replace(precision, compute=saved.precision.compute)
+    if model.revision is None and model.weights == saved.model.weights:
+        model = replace(model, revision=saved.model.revision)
+    typed = {name for name in TOKEN_IDS if (origins or {}).get(f"model.config.{name}") == COMMAND_LINE}
+    ids = {name: value for name, value in saved.model.config.items() if name in TOKEN_IDS and name not in typed}
+    model = replace(model, config=model.config | ids)
+    # Shares and tokens that are the borders of the run's stages, in its length.
+    borders = settle_borders(replace(other, train=replace(other.train, steps=saved.train.steps))).train.stages
+    stages = borders if borders == saved.train.stages else other.train.stages
+    return replace(other, precision=precision, model=model, train=replace(other.train, stages=stages))
 
 
 def name_run(path: Path, saved: Run) -> Run:
@@ -230,3 +255,97 @@ def explain_refusal(run: RunDirectory, refused: RecipeChanges, kind: str) -> str
             f"what may change on resume:       {', '.join(pattern for pattern, _ in MAY_CHANGE)}",
         ]
     )
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that a branch begins with; None at step 0, where it begins as its origin did."""
+
+    run: RunDirectory
+    checkpoint: Place | None
+
+    @property
+    def step(self) -> int:
+        return step_of(self.checkpoint) if self.checkpoint is not None else 0
+
+    def __str__(self) -> str:
+        """The form in which a recipe keeps it: RUN@STEP."""
+        return f"{self.run.path.absolute()}@{self.step}"
+
+
+def find_origin(start_from: str, key: str = "run.start_from") -> Origin:
+    """The checkpoint that a key, such as `run.start_from`, names: RUN or RUN@STEP, where RUN is a folder or the id of a run.
+    RunError where there is none; RUN@0 is the beginning of a run."""
+    name, _, step = start_from.rpartition("@") if start_from.rpartition("@")[2].isdigit() else (start_from, "", "")
+    run = RunDirectory.open(find_run(name))
+    found = locate(run.checkpoints, int(step)) if step else newest_checkpoint(run.checkpoints)
+    if found is None and step != "0":
+        steps = ", ".join(f"{step_of(each):,}" for each in reversed(list_checkpoints(run.checkpoints))) or "none"
+        raise RunError(f"{key}={start_from}: {run.path} has no such checkpoint. Saved steps: {steps}")
+    return Origin(run, found)
+
+
+def is_folder_of_weights(reference: str) -> bool:
+    """Whether `loss.reference`, as ranks read it, is a folder of weights; else it is a run."""
+    return (Path(reference).expanduser() / "config.json").is_file()
+
+
+def refuse_other_shapes(origin: Origin, recipe: Recipe) -> None:
+    """Raises RecipeError where the model of a branch has other weights than the checkpoint."""
+    with loading_libraries():
+        from framework.model.hub import find_folder
+        from framework.model.load import build_meta, load_config
+
+    saved = open_checkpoint(origin.checkpoint).entries if origin.checkpoint is not None else {}
+    for name, each in build_meta(load_config(recipe.model, find_folder)).named_parameters():
+        record = saved.get(f"weight/{name}")
+        if record is not None and record.shape != tuple(each.shape):
+            raise RecipeError(
+                f"{name} has the shape {list(each.shape)} here and {list(record.shape)} in {origin}: a branch keeps its origin's"
+                " model; leave its keys out"
+            )
+
+
+def copy_curves(origin: Origin, run: RunDirectory, lease: Lease) -> None:
+    """Give a branch the metrics of its origin: its start drops those of steps beyond, so its curves begin at step 1."""
+    for name in (METRICS_FILE, LOADS_FILE):
+        if (origin.run.path / name).is_file():
+            with explain_errors(run.path), lease.replacing(run.path / name) as made:
+                shutil.copyfile(origin.run.path / name, made)
+
+
+def compose_branch(fresh: Composition, overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Recipe:
+    """The recipe of a branch: the origin's with the choices and values of the command line, under a name of its own.
+
+    fresh: composed without the origin, from which chosen groups are taken. Raises RecipeError for mistakes, RunError as
+    `find_origin`, and where nothing is left to train.
+    """
+    draft = fresh.draft
+    assert draft.run.start_from is not None
+    origin = find_origin(draft.run.start_from)
+    composed = compose(overrides, recipe_dirs, base=origin.run.recipe)
+    recipe, keys = with_choices(composed.draft, draft, overrides, recipe_dirs)
+    was = load_recipe(origin.run.recipe)
+    beside_adapters = ["adapter.base", "train.seed"] if recipe.adapter.is_used else []
+    for key in ("model.weights", "adapter.weights", *beside_adapters):
+        if value_of(recipe, key) != value_of(was, key):
+            raise RecipeError(
+                f"{key}={show(value_of(recipe, key))}: a branch has the weights of {origin.run.path}, also those that are frozen;"
+                f" leave {key} out"
+            )
+    if recipe.train.steps <= origin.step:
+        raise RunError(
+            f"run.start_from={draft.run.start_from} begins behind step {origin.step:,}, and train.steps={recipe.train.steps:,}"
+            f" counts from the origin's first step: set train.steps={2 * origin.step} or so"
+        )
+    name = draft.run.name if draft.run.name != Run().name else f"{origin.run.id}-branch"
+    run = replace(recipe.run, id=draft.run.id, root=draft.run.root, name=name, start_from=str(origin))
+    recipe = replace(recipe, run=run)
+
+    def is_chosen(problem: Problem) -> bool:
+        return any(problem.key == key or problem.key.startswith(f"{key}.") for key in keys)
+
+    problems = [each for each in composed.problems if not is_chosen(each)] + list(filter(is_chosen, fresh.problems))
+    if problems := problems or check_recipe(recipe, composed.origins):
+        raise RecipeError(render_problems(problems))
+    return recipe

@@ -9,25 +9,26 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from framework.data.prepare import prepare
 from framework.data.prepared import Prepared
-from framework.errors import RecipeError
-from framework.launch.branch import settle_reference
-from framework.launch.directory import RunDirectory
+from framework.errors import ModelError, RecipeError, RunError
+from framework.imports import loading_libraries
+from framework.launch.directory import RunDirectory, find_run
 from framework.launch.places import explain_errors
+from framework.launch.resume import find_origin, is_folder_of_weights
 from framework.lease import Lease
-from framework.plan.target import resolve_precision, target_device
+from framework.plan.candidate import resolve_precision, target_device
 from framework.recipe.check import check_recipe
+from framework.recipe.compose import load_recipe
 from framework.recipe.derive import compiles, derive
 from framework.recipe.environment import fill
-from framework.recipe.keys import TOKEN_IDS
 from framework.recipe.layout_rules import find_offload_to_device
-from framework.recipe.problem import COMMAND_LINE, render_problems
+from framework.recipe.problem import render_problems
 from framework.recipe.schema import Launch, Memory, Model, Pipeline, Recipe
 from framework.recipe.stages import settle_borders
 
@@ -74,6 +75,36 @@ def refuse_offload_to_device(recipe: Recipe) -> None:
     problems = list(find_offload_to_device(recipe)) if recipe.launch.device == "cpu" else []
     if problems:
         raise RecipeError(render_problems(problems))
+
+
+def settle_reference(reference: str) -> str:
+    """`loss.reference` as ranks read it: a folder of weights, fetched where it is a name of the hub, or RUN@STEP. Raises
+    ModelError or RunError where there is none."""
+    with loading_libraries():
+        from framework.model.hub import resolve_folder
+
+    if reference == "base" or is_folder_of_weights(reference):
+        return reference
+    try:
+        origin = find_origin(reference, "loss.reference")
+    except RunError:
+        folder = find_run(reference.rpartition("@")[0] or reference)
+        if folder.exists():
+            raise
+        try:
+            return str(resolve_folder(reference, key="loss.reference"))
+        except ModelError as error:
+            raise ModelError(f"{error}. Nor is it a run: there is no folder {folder}") from error
+    if origin.checkpoint is None:
+        raise RunError(
+            f"loss.reference={reference}: no checkpoint has the weights of step 0. Name a step that was saved"
+        )
+    if load_recipe(origin.run.recipe).adapter.is_used:
+        raise RunError(
+            f"loss.reference={reference} has an adapter, whose checkpoints lack the model: set it to the folder that"
+            " `meshwright export RUN --merged` writes"
+        )
+    return str(origin)
 
 
 def settle_device(launch: Launch, world: int, count_gpus: Callable[[], int]) -> Launch:
@@ -183,26 +214,6 @@ def _settle_compiler(recipe: Recipe) -> Memory:
         raise RecipeError(f"memory.compile=always, but {missing}: {fix}")
     print(f"caution  memory.compile=auto is never: {missing}: {fix}", file=sys.stderr)
     return replace(recipe.memory, compile="never")
-
-
-def keep_settled(saved: Recipe, other: Recipe, origins: Mapping[str, str] | None = None) -> Recipe:
-    """`other` with the values that the run's beginning has settled, where it leaves them open.
-
-    origins: where each value of `other` was written. Token ids of a file may be those that the beginning has corrected; typed
-    ones are the user's.
-    """
-    precision, model = other.precision, other.model
-    if precision.compute == "auto":
-        precision = replace(precision, compute=saved.precision.compute)
-    if model.revision is None and model.weights == saved.model.weights:
-        model = replace(model, revision=saved.model.revision)
-    typed = {name for name in TOKEN_IDS if (origins or {}).get(f"model.config.{name}") == COMMAND_LINE}
-    ids = {name: value for name, value in saved.model.config.items() if name in TOKEN_IDS and name not in typed}
-    model = replace(model, config=model.config | ids)
-    # Shares and tokens that are the borders of the run's stages, in its length.
-    borders = settle_borders(replace(other, train=replace(other.train, steps=saved.train.steps))).train.stages
-    stages = borders if borders == saved.train.stages else other.train.stages
-    return replace(other, precision=precision, model=model, train=replace(other.train, stages=stages))
 
 
 def _count_gpus(launch: Launch) -> int:

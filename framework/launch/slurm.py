@@ -189,9 +189,8 @@ def _options(
     tasks: int | None = derived.ranks_per_node if is_direct else 1
     of_rank = choose_cpus(launch)
     cpus = of_rank and of_rank * (1 if is_direct else derived.ranks_per_node)
-    if has_range(
-        launch
-    ):  # told of tasks, sbatch takes the least nodes that hold them: a node is one task with all its CPUs
+    # Told of tasks, sbatch takes the least nodes that hold them: a node is one task with all its CPUs.
+    if has_range(launch):
         tasks, cpus = None, (of_rank or 1) * derived.ranks_per_node
     nodes = dict.fromkeys((counts[0] + launch.spares, counts[-1] + launch.spares))
     memory = launch.memory_per_rank_gb and round(launch.memory_per_rank_gb * 1024) * derived.ranks_per_node

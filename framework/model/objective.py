@@ -32,7 +32,7 @@ from torch import Tensor
 from framework.comm.communicator import Communicator
 from framework.comm.duals import copy_to, reduce_from
 from framework.model.loss import IGNORE, Loss
-from framework.recipe.data_schema import NONE, PROBE, UNWANTED, WANTED, LossSettings
+from framework.recipe.method_schema import NONE, PROBE, UNWANTED, WANTED, LossSettings
 
 # Documents of a row that are added up together: their mask has so many elements for each token.
 PLACES_AT_ONCE = 64

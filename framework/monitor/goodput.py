@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from framework.lease import Lease
-from framework.monitor.phases import Phase, Phases
+from framework.monitor.progress import Phase, Phases
 from framework.track.goodput import (
     GOODPUT_FILE,
     Accountant,
@@ -22,15 +22,15 @@ from framework.track.goodput import (
     find_shares,
     read_notes,
 )
-from framework.track.lines import Lines
-from framework.track.observers import Observers
+from framework.track.jsonl import Lines
+from framework.track.report import Observers
 
 # Steps that compile, allocate and connect, and those behind them whose median is a normal step.
 FIRST_STEPS, NORMAL_STEPS = 3, 3
 # At least so long between two notes, and a thousandth of the time so far up to this: a month leaves some 90,000 lines.
 NOTE_S, LONGEST_NOTE_S = 0.2, 30.0
 
-# Runs a call and lets none of its failures through, under a name: track/observers.py.
+# Runs a call and lets none of its failures through, under a name: `Observers.contain`.
 Contain = Callable[[str, Callable[[], None]], object]
 
 

@@ -14,14 +14,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
-from framework.monitor.phases import Phase
+from framework.monitor.progress import Phase
 from framework.track.report import RANKS_FILE
+
+if TYPE_CHECKING:  # `meshwright status` reads ranks without torch
+    from framework.comm.waits import Operation
 
 TRAINING, SAVES = "training", "saves"
 # A report names so many ranks that are behind with all that is known of them.
 DETAILED = 4
+# An answer has so many calls before and behind the point where a thread, or its device, is.
+RECENT_BEFORE, RECENT_BEHIND = 32, 128
 
 Node = tuple[int, str]
 HasCome = Callable[["Answer | None", str, "Wait"], bool]
@@ -48,8 +53,19 @@ class Wait:
         return f"{self.name} {self.number} over {self.axis}{f' ({self.label})' if self.label else ''}"
 
 
+class Said:
+    """A value that ranks tell each other as JSON."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))  # type: ignore[call-overload]
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        return cls(**json.loads(text))
+
+
 @dataclass(frozen=True)
-class RankStatus:
+class RankStatus(Said):
     """The line that a rank publishes every second."""
 
     rank: int
@@ -71,13 +87,6 @@ class RankStatus:
         """The phase with its step."""
         return describe_phase(self.phase, self.step)
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> "RankStatus":
-        return RankStatus(**json.loads(text))
-
 
 @dataclass(frozen=True)
 class ThreadStatus:
@@ -96,24 +105,20 @@ class ThreadStatus:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Answer(Said):
     """The answer of a rank to an alarm. lanes: of its threads TRAINING and, with a save under way, SAVES."""
 
     line: RankStatus
     lanes: dict[str, ThreadStatus]
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> "Answer":
+    @classmethod
+    def from_json(cls, text: str) -> Self:
         found = json.loads(text)
-        lanes = {name: _read_lane(lane) for name, lane in found["lanes"].items()}
-        return Answer(RankStatus(**found["line"]), lanes)
+        return cls(RankStatus(**found["line"]), {name: _read_lane(lane) for name, lane in found["lanes"].items()})
 
 
 @dataclass(frozen=True)
-class Alarm:
+class Alarm(Said):
     """A rank was in a phase, or had a save under way (lane SAVES), for `seconds`, longer than `deadline_s`, which `key` sets."""
 
     rank: int
@@ -123,13 +128,6 @@ class Alarm:
     seconds: float
     deadline_s: float
     key: str
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> "Alarm":
-        return Alarm(**json.loads(text))
 
 
 @dataclass(frozen=True)
@@ -394,6 +392,21 @@ def _read_lane(found: dict[str, Any]) -> ThreadStatus:
     if wait is not None:
         wait = Wait(**{**wait, "ranks": tuple(wait["ranks"])})
     return ThreadStatus(**{**found, "wait": wait, "stack": tuple(found["stack"])})
+
+
+def describe_wait(operation: "Operation") -> Wait:
+    """The wait for an operation, as a report shows it."""
+    axis, is_message = operation.axis, bool(operation.peers)
+    ranks = operation.peers or axis.ranks
+    return Wait(axis.name, operation.name, operation.label, operation.number, tuple(ranks), is_message)
+
+
+def find_recent(recent: "Sequence[Operation]", ahead: "Sequence[Operation]") -> dict[str, str]:
+    """`ThreadStatus.recent`. recent: operations in the order of their starts; ahead: of these, those that the device has not come
+    to."""
+    here = next((place for place in range(len(recent)) if ahead and recent[place] is ahead[0]), len(recent))
+    near = recent[max(0, here - RECENT_BEFORE) : here + RECENT_BEHIND]
+    return {f"{each.axis.name} {each.name} {each.number}": each.label for each in near if not each.peers}
 
 
 def write_ranks(folder: Path, lines: list[RankStatus]) -> None:

@@ -1,6 +1,6 @@
 """The watchdog of a rank: ends it, through `end`, where the run hangs, and names the ranks that are behind. It has two deadlines.
 
-    of the phase    how long a step, a save or a start may last (recipe/deadlines.py). The rank that passes it sounds an alarm,
+    of the phase    how long a step, a save or a start may last (recipe/machines.py). The rank that passes it sounds an alarm,
                     all ranks answer with what they know, one writes the verdict, and all end with it
     of a stop       how long the step under way may go on once the rank is asked to stop. The rank then ends with what it knows
 
@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +28,6 @@ from typing import Any
 
 from framework.comm.board import Board
 from framework.comm.connect import read_secret
-from framework.comm.waits import Operation
 from framework.errors import ConnectionFailed, HungError, LeaseLost
 from framework.lease import Lease
 from framework.monitor.hang import (
@@ -40,15 +39,27 @@ from framework.monitor.hang import (
     ThreadStatus,
     Wait,
     describe_alone,
+    describe_wait,
+    find_recent,
     write_ranks,
     write_report,
 )
-from framework.monitor.phases import Current, Phase
-from framework.monitor.progress import LONG_S, LONG_STEPS, Progress, Save, Stopwatch
-from framework.monitor.stop import SAVE_FILE, STOP_FILE, StopRequest, end_process
-from framework.recipe.deadlines import Deadlines
+from framework.monitor.progress import (
+    LONG_S,
+    LONG_STEPS,
+    SAVE_FILE,
+    STOP_FILE,
+    Current,
+    Phase,
+    Progress,
+    Save,
+    StopRequest,
+    Stopwatch,
+    end_process,
+)
+from framework.recipe.machines import Deadlines
 from framework.torch_private import dump_flight_records
-from framework.track.lines import append_line
+from framework.track.jsonl import append_line
 from framework.track.report import HANGS_FILE
 
 LOOK_EVERY_S, BEAT_S = 0.5, 1.0
@@ -62,8 +73,6 @@ SILENT_S, SILENT_PATIENCE_S = 5.0, 2.0
 # The author of the verdict stays for so long, as its process may host the store in which the others are to read it.
 STAY_S = 0.6
 STACK_FRAMES = 10
-# An answer has so many calls before and behind the point where a thread, or its device, is.
-RECENT_BEFORE, RECENT_BEHIND = 32, 128
 # In the run's folder: a folder for each library that carried collectives, with a file of each rank that could answer.
 FLIGHT_RECORDS = "flight-recorder"
 # Asked to stop, a step is given so long from then on, or three times the longest of the last ones, before it is taken for hung.
@@ -192,9 +201,8 @@ class Watchdog:
 
     def say(self, text: str) -> None:
         """Print a line for people, on rank 0."""
-        with suppress(
-            OSError
-        ):  # the log's file system fails, or its reader is gone: neither the watch nor the run ends
+        # The log's file system fails, or its reader is gone: neither the watch nor the run ends.
+        with suppress(OSError):
             if self._say is not None:
                 self._say(text)
 
@@ -422,21 +430,6 @@ class Watchdog:
                 folder = self._folder / FLIGHT_RECORDS / library
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / f"rank-{self._rank}").write_bytes(record)
-
-
-def describe_wait(operation: Operation) -> Wait:
-    """The wait for an operation, as a report shows it."""
-    axis, is_message = operation.axis, bool(operation.peers)
-    ranks = operation.peers or axis.ranks
-    return Wait(axis.name, operation.name, operation.label, operation.number, tuple(ranks), is_message)
-
-
-def find_recent(recent: Sequence[Operation], ahead: Sequence[Operation]) -> dict[str, str]:
-    """`ThreadStatus.recent`. recent: operations in the order of their starts; ahead: of these, those that the device has not come
-    to."""
-    here = next((place for place in range(len(recent)) if ahead and recent[place] is ahead[0]), len(recent))
-    near = recent[max(0, here - RECENT_BEFORE) : here + RECENT_BEHIND]
-    return {f"{each.axis.name} {each.name} {each.number}": each.label for each in near if not each.peers}
 
 
 def take_stack(thread: int | None) -> tuple[str, ...]:

@@ -2,8 +2,8 @@
 
 Korthikanti et al. 2022 count 34 sbh bytes for GPT's layer in 16 bits, of which tensor and sequence parallelism leave 1/t. The
 layer that most models have now keeps other tensors. For T tokens on t ranks, of which each holds T' outside of attention and mlp
-(T/t with parallel.sequence, else T), hidden size h, q and k features of all queries and of all keys on a rank, a heads on a
-rank, i features of the mlp on a rank, e bytes of an activation:
+(T/t with parallel.sequence, else T), hidden size h, q and k features of all queries and of all keys on a rank, a heads on a rank,
+i features of the mlp on a rank, e bytes of an activation:
 
     two RMS norms       2 T' (h (4 + e) + 4)   the input in fp32, what it was normalised to, 1/rms
     inputs of regions   2 T h e                gathered; T' h e each with memory.gathered_inputs=regather, but for a router's
@@ -28,10 +28,10 @@ gradients. In forward it is one more tensor of rows as well, while they are sort
 
     transient           max(R h (e + c/k), R (2 i - h) e) + T' h e;  c = 8 where e < 4, else e
 
-T' h e is the gradient of what the mixture gives; where experts are slices and T' < T it is gathered, T h e more. Over two hops
-it is that of the rows which have come for a rank's node, N p T' h e (`token_hops`). With parallel.expert_overlap each half has
-half of all this. Every mixture of gated experts has it, whatever else stands in its layer.
-That is so where rows are dispatched; on one rank without `ep` transformers' own kernels compute, and hold a few tensors more.
+T' h e is the gradient of what the mixture gives; where experts are slices and T' < T it is gathered, T h e more. Over two hops it
+is that of the rows which have come for a rank's node, N p T' h e (`messages`). With parallel.expert_overlap each half has half of
+all this. Every mixture of gated experts has it, whatever else stands in its layer. That is so where rows are dispatched; on one
+rank without `ep` transformers' own kernels compute, and hold a few tensors more.
 
 Where no rank of cp divides a row of S tokens, SDPA is given a mask for documents that are kept apart in it (data.pack=documents)
 and for a window that is no longer than it: each such layer keeps the mask in the dtype of activations, S e for each of its
@@ -52,16 +52,15 @@ beside that, of the operations that memory.kept_operations names:
 and computes again, in matmuls of FLOPs 2 x inputs x outputs of a token, those that are not named; never the last, whose output
 backward does not read. `sqrt` keeps the inputs of every g-th layer, and runs the forward of g - 1 of g layers once more.
 
-What an offloaded one (memory.offload.activations) keeps lies in pinned
-memory of the host between forward and backward. Of all of them the device then has one at a time, on its way or computing, and
-where neighbours are offloaded two. The first layer of a later pipeline stage leaves on the device what the stage has received,
-T' h e, if it keeps that.
+What an offloaded one (memory.offload.activations) keeps lies in pinned memory of the host between forward and backward. Of all of
+them the device then has one at a time, on its way or computing, and where neighbours are offloaded two. The first layer of a
+later pipeline stage leaves on the device what the stage has received, T' h e, if it keeps that.
 
-A recurrent mixer is counted (`mixer_bytes`). What stands beside it, like any layer of another form, is an estimate.
+A recurrent mixer is counted (`layer_widths`). What stands beside it, like any layer of another form, is an estimate.
 
 With context parallelism T is what a rank of cp has of the tokens, padding included, and an attention's FLOPs of a token are still
 those of the whole context. Ulysses has a layer keep more, and while an attention computes there is more than it keeps: K/V of
-other ranks, sums of their gradients (`context`). By then backward has freed what stands behind the attention.
+other ranks, sums of their gradients (`messages`). By then backward has freed what stands behind the attention.
 
 What stands behind the last layer keeps, for v words on a rank:
 
@@ -85,17 +84,11 @@ from framework.model.kept_outputs import EXPERTS, Policy
 from framework.model.loss import chunk_bytes
 from framework.model.stage import StageBounds
 from framework.parallel.activation_offload import choose_offloaded
-from framework.plan.activation_peaks import StageActivations
-from framework.plan.context import ContextCost
-from framework.plan.layer_widths import LayerWidths, MixtureWidths
-from framework.plan.policies import POLICIES, Counts, PolicyCost, PolicyCosts
+from framework.plan.layer_widths import ESTIMATED_BEHIND, ESTIMATED_VALUES, LayerWidths, MixtureWidths
+from framework.plan.messages import ContextCost
+from framework.plan.policies import POLICIES, Counts, PolicyCost, PolicyCosts, StageActivations
 from framework.recipe.schema import Memory
 
-# Hidden values that a layer of another form is taken to keep: GPT's in 16 bits, without the matrix of its attention
-# (Korthikanti et al. 2022, section 4: 34 s b h bytes).
-ESTIMATED_VALUES = 17
-# The part of these behind the attention: the second norm and the mlp (21 of 34 in the same count).
-ESTIMATED_BEHIND = 10
 # Share of such a layer that `selective` is assumed to keep, and of its forward that it saves: about Llama's.
 SELECTIVE_SHARE = 0.4
 
@@ -127,9 +120,8 @@ class Activations:
     fuses_loss: bool = False  # the device has kernels for it
     crossing: float = 1.0  # rows of a token that come to ranks for their nodes: N p over two hops
     padding: float = 1.0  # rows that buffers of experts have room for, over those that an even router sends
-    mixers: tuple[
-        int, ...
-    ] = ()  # bytes beside the estimate of each layer, which may be negative: those of its recurrent mixer
+    # Bytes beside the estimate of each layer, which may be negative: those of its recurrent mixer.
+    mixers: tuple[int, ...] = ()
 
     @cached_property
     def hidden_bytes(self) -> int:
@@ -160,8 +152,7 @@ class Activations:
     @cached_property
     def costs(self) -> PolicyCosts:
         """Cost of each activation-checkpointing policy for one layer."""
-        costs = {policy: self.cost_of(policy) for policy in POLICIES}
-        return PolicyCosts(costs, self.hidden_bytes, self.layer_flops)
+        return PolicyCosts({each: self.cost_of(each) for each in POLICIES}, self.hidden_bytes, self.layer_flops)
 
     @cached_property
     def transient_bytes(self) -> int:
@@ -172,11 +163,9 @@ class Activations:
 
     @property
     def _mixture_transient(self) -> int:
-        mixture = self.mixture
-        if mixture is None:
+        if (mixture := self.mixture) is None:
             return 0
-        e, rows = self.itemsize, self.rows_in_experts(mixture.top_k)
-        inner = -(-mixture.inner // (self.tokens.tp.size if self._slices_experts else 1))
+        e, rows, inner = self.itemsize, self.rows_in_experts(mixture.top_k), self._inner_of(mixture)
         weighted = rows // mixture.top_k * self.width * (8 if e < 4 else e)
         incoming = int(self.crossing * self.hidden_bytes)
         if self._slices_experts and self.tokens.num_parts > 1:
@@ -187,18 +176,18 @@ class Activations:
         """Bytes of a stage on the device. counts: its layers by policy."""
         # The executor holds what a stage has received until its backward. In a narrower dtype a norm keeps a copy in fp32; else,
         # and where the layer is computed again, it is what the first layer keeps.
-        keeps_copy = counts[-1] == stage.stop - stage.start and self.itemsize < 4
-        held = not stage.is_first and keeps_copy
-        more = self.more_of(stage)
+        num_layers, more = stage.stop - stage.start, self.more_of(stage)
+        holds_input = not stage.is_first and counts[-1] == num_layers and self.itemsize < 4
         return StageActivations(
             kept=self.costs.kept(counts, more)
             - self.offloaded_bytes(stage)
             + self._table_bytes
             + self._model_masks(stage, counts)
-            + held * self.hidden_bytes,
-            head=self._behind_layers * stage.is_last,
+            + holds_input * self.hidden_bytes,
+            # The last norm, and what the head reads.
+            head=(self._norm_bytes + self._gathered * self.width * self.itemsize) * stage.is_last,
             logits=self.logits_bytes * stage.is_last,
-            left=self._factor_bytes * (stage.stop - stage.start)
+            left=self._factor_bytes * num_layers
             + self._embedding_factor_bytes * stage.is_first
             + self._head_factor_bytes * stage.is_last,
             recomputed=self.costs.recomputed(counts, more),
@@ -233,7 +222,13 @@ class Activations:
 
     @cached_property
     def _num_tokens(self) -> int:
+        """T."""
         return self.tokens.sequences * self.tokens.context
+
+    @cached_property
+    def _num_outside(self) -> int:
+        """T', of tokens outside of attention and mlp."""
+        return self.tokens.sequences * self.tokens.tokens_local
 
     @property
     def _kept_outputs(self) -> tuple[int, float]:
@@ -248,15 +243,15 @@ class Activations:
 
     def _output_bytes(self, widths: LayerWidths) -> dict[str, int]:
         """Bytes that the operations of a layer return, by name."""
-        e, t, tokens, outside = self.itemsize, self.tokens.tp.size, self._num_tokens, self.hidden_bytes
-        q, kv = tokens * widths.q // t * e, tokens * (widths.kv // min(t, widths.kv_heads)) * e
-        sizes = {"attention": q + tokens * 4 * widths.heads // t, "q_proj": q, "k_proj": kv, "v_proj": kv}
+        e, tokens, outside = self.itemsize, self._num_tokens, self.hidden_bytes
+        q, kv, heads = widths.of_rank(self.tokens.tp.size)
+        sizes = {"q_proj": tokens * q * e, "o_proj": outside, **dict.fromkeys(("k_proj", "v_proj"), tokens * kv * e)}
+        sizes["attention"] = tokens * (q * e + 4 * heads)
         if (mixture := widths.mixture) is not None:
-            inner = -(-mixture.inner // (t if self._slices_experts else 1))
-            experts = self.rows_in_experts(mixture.top_k) * (2 * inner + self.width) * e
-            return sizes | {"o_proj": outside, EXPERTS: experts}
-        inner = tokens * -(-widths.inner // t) * e
-        return sizes | {"o_proj": outside, "gate_proj": inner, "up_proj": inner, "down_proj": outside}
+            return sizes | {
+                EXPERTS: self.rows_in_experts(mixture.top_k) * (2 * self._inner_of(mixture) + self.width) * e
+            }
+        return sizes | dict.fromkeys(("gate_proj", "up_proj"), tokens * self._mlp_inner * e) | {"down_proj": outside}
 
     def _recomputed_flops(self, kept: Collection[str]) -> float:
         """FLOPs of a token in the recomputed part of a layer; for a layer of another form, of its whole forward."""
@@ -293,7 +288,7 @@ class Activations:
     @property
     def _num_routed(self) -> int:
         """Tokens that a rank's router sees."""
-        return self._num_tokens if self._slices_experts else self.tokens.sequences * self.tokens.tokens_local
+        return self._num_tokens if self._slices_experts else self._num_outside
 
     @cached_property
     def _all_of_layer(self) -> int:
@@ -301,39 +296,46 @@ class Activations:
         exchanged = max((each.kept_bytes for each in self.contexts), default=0)
         if self.layer is None:
             return self.hidden_bytes * ESTIMATED_VALUES + exchanged
-        widths, e, t, tokens = self.layer, self.itemsize, self.tokens.tp.size, self._num_tokens
-        kv = widths.kv // min(t, widths.kv_heads)
-        attention = self._gathered * widths.hidden * e + tokens * (2 * (widths.q // t + kv) * e + 4 * widths.heads // t)
-        if widths.has_qk_norms:
-            attention += tokens * ((widths.q // t + kv) * (4 + e) + 8 * widths.heads // t)
-        return self._norm_bytes(widths) + attention + exchanged + self._behind_attention
+        e, tokens, (q, kv, heads) = self.itemsize, self._num_tokens, self.layer.of_rank(self.tokens.tp.size)
+        attention = self._gathered * self.width * e + tokens * (2 * (q + kv) * e + 4 * heads)
+        if self.layer.has_qk_norms:
+            attention += tokens * ((q + kv) * (4 + e) + 8 * heads)
+        return self._norm_bytes + attention + exchanged + self._behind_attention
 
     @cached_property
     def _behind_attention(self) -> int:
         """The part of those bytes that the second norm and the mlp, or mixture, keep."""
         if self.layer is None:
             return self.hidden_bytes * ESTIMATED_BEHIND
-        widths, e, t, norm = self.layer, self.itemsize, self.tokens.tp.size, self._norm_bytes(self.layer)
-        if widths.mixture is not None:
-            return norm + self._mixture_bytes(widths.mixture)
-        return norm + self._gathered * widths.hidden * e + self._num_tokens * 4 * -(-widths.inner // t) * e
+        if self.layer.mixture is not None:
+            return self._norm_bytes + self._mixture_bytes(self.layer.mixture)
+        features = self._gathered * self.width + self._num_tokens * 4 * self._mlp_inner
+        return self._norm_bytes + features * self.itemsize
 
-    def _norm_bytes(self, widths: LayerWidths) -> int:
-        return self.tokens.sequences * self.tokens.tokens_local * (widths.hidden * (4 + self.itemsize) + 4)
+    @property
+    def _norm_bytes(self) -> int:
+        return self._num_outside * (self.width * (4 + self.itemsize) + 4)
 
     @property
     def _gathered(self) -> int:
         """Tokens of a region's input that is kept."""
-        is_whole = self.memory.gathered_inputs == "keep"
-        return self._num_tokens if is_whole else self.tokens.sequences * self.tokens.tokens_local
+        return self._num_tokens if self.memory.gathered_inputs == "keep" else self._num_outside
+
+    @property
+    def _mlp_inner(self) -> int:
+        """Features inside of a layer's mlp on a rank; 0 for a layer of another form."""
+        return 0 if self.layer is None else -(-self.layer.inner // self.tokens.tp.size)
+
+    def _inner_of(self, mixture: MixtureWidths) -> int:
+        """Features inside of one expert on a rank."""
+        return -(-mixture.inner // (self.tokens.tp.size if self._slices_experts else 1))
 
     def _mixture_bytes(self, mixture: MixtureWidths) -> int:
         """Bytes that a mixture keeps, its input included, where the router is uniform. The router keeps its input whole,
         also where others gather it again."""
         e, routed = self.itemsize, self._num_routed
-        inner = -(-mixture.inner // (self.tokens.tp.size if self._slices_experts else 1))
         router = routed * (4 * mixture.experts + 16 * mixture.top_k)
-        row = (2 * self.width + 4 * inner) * e + 24
+        row = (2 * self.width + 4 * self._inner_of(mixture)) * e + 24
         return routed * self.width * e + router + self.rows_in_experts(mixture.top_k) * row + self._balance_bytes
 
     def rows_in_experts(self, top_k: int) -> int:
@@ -351,11 +353,8 @@ class Activations:
 
     @cached_property
     def _table_bytes(self) -> int:
-        """Cosines and sines of the positions of a rank's tokens, which a microbatch computes once for all layers of a stage.
-
-        The model counts the positions of whole sequences for all of them at once; those of slices and of packed documents are
-        given to it, of each sequence by itself.
-        """
+        """Cosines and sines of the positions of a rank's tokens, computed once for all layers of a stage: by the model for whole
+        sequences at once; for slices and packed documents, whose positions are given to it, of each sequence by itself."""
         if self.layer is None:
             return 0
         is_divided = self.tokens.slices is not None and self.tokens.slices.ranks > 1
@@ -364,26 +363,20 @@ class Activations:
 
     def more_of(self, stage: StageBounds) -> tuple[int, ...]:
         """Bytes that each layer of a stage keeps beside those of `cost_of`: for its mask, for its recurrent mixer."""
-        masks = (self._masked_bytes * (mask is not None) for mask in self.masks_of(stage))
+        masks = (self._masked_bytes * (mask is not None) for mask in self.masks[stage.start : stage.stop])
         return tuple(map(sum, zip_longest(masks, self.mixers[stage.start : stage.stop], fillvalue=0)))
-
-    def masks_of(self, stage: StageBounds) -> tuple[str | None, ...]:
-        """The masks of a stage's layers."""
-        return self.masks[stage.start : stage.stop]
 
     @property
     def _masked_bytes(self) -> int:
         """Bytes that a layer keeps for a mask: it, in the dtype of activations, and keys and values of all query heads."""
-        e, t, tokens, widths = self.itemsize, self.tokens.tp.size, self._num_tokens, self.layer
-        more = 0 if widths is None else widths.q // t - widths.kv // min(t, widths.kv_heads)
-        return tokens * (self.tokens.context + 2 * more) * e
+        q, kv, _ = (0, 0, 0) if self.layer is None else self.layer.of_rank(self.tokens.tp.size)
+        return self._num_tokens * (self.tokens.context + 2 * (q - kv)) * self.itemsize
 
     def _model_masks(self, stage: StageBounds, counts: Counts) -> int:
         """The model's own masks, a byte for each value, which layers that are computed again keep: one for each kind of
         attention, of each sequence where documents differ."""
-        again = self.masks_of(stage)[: sum(counts[:-1])]
-        sequences = self.tokens.sequences if self.packs else 1
-        return len({mask for mask in again if mask is not None}) * sequences * self.tokens.context**2
+        kinds = set(self.masks[stage.start : stage.stop][: sum(counts[:-1])]) - {None}
+        return len(kinds) * (self.tokens.sequences if self.packs else 1) * self.tokens.context**2
 
     @cached_property
     def _factor_bytes(self) -> int:
@@ -391,33 +384,25 @@ class Activations:
         widths = self.layer
         if widths is None:
             return self._all_of_layer
-        e, t, tokens, h = self.itemsize, self.tokens.tp.size, self._num_tokens, self.width
-        q, kv = tokens * widths.q // t, tokens * (widths.kv // min(t, widths.kv_heads))
-        attention = tokens * h + q + q + 2 * kv + tokens * h
+        e, tokens, h, (q, kv, _) = self.itemsize, self._num_tokens, self.width, widths.of_rank(self.tokens.tp.size)
+        attention = 2 * tokens * (h + q + kv)
         if (mixture := widths.mixture) is not None:
-            inner = -(-mixture.inner // (t if self._slices_experts else 1))
+            inner = self._inner_of(mixture)
             # Gradients of stacked weights that autograd brings are there at once, whole.
             factors = self.rows_in_experts(mixture.top_k) * (2 * h + 3 * inner)
             return (attention + (factors if self.dispatches else mixture.experts * 3 * h * inner)) * e
-        return (attention + tokens * h + 3 * tokens * -(-widths.inner // t) + tokens * h) * e
+        return (attention + tokens * (2 * h + 3 * self._mlp_inner)) * e
 
     @property
     def _embedding_factor_bytes(self) -> int:
         """The same for the embedding: gradients of its rows; with a divided vocabulary the gradient of the rank's part itself."""
-        rows = self._words if self.tokens.tp.size > 1 else self._num_tokens
-        return rows * self.width * self.itemsize
+        return (self._words if self.tokens.tp.size > 1 else self._num_tokens) * self.width * self.itemsize
 
     @cached_property
     def _head_factor_bytes(self) -> int:
         """The same for the head; where the loss is chunked, the sum of its weight's gradient over chunks."""
         of_all = self._num_tokens * (self.width + self._words) * self.itemsize
         return self._words * self.width * max(self.itemsize, 4) if self.memory.chunked_loss else of_all
-
-    @cached_property
-    def _behind_layers(self) -> int:
-        """Bytes that the last norm and the head keep, without logits."""
-        shard = self.tokens.sequences * self.tokens.tokens_local
-        return shard * (self.width * (4 + self.itemsize) + 4) + self._gathered * self.width * self.itemsize
 
     @cached_property
     def logits_bytes(self) -> int:
@@ -446,8 +431,8 @@ class Activations:
         output, and what is added behind the mlp. Of another form or with a mixture as much as it keeps."""
         if self.mixture is not None or self.layer is None:
             return self._all_of_layer + self.transient_bytes
-        inner = -(-self.layer.inner // self.tokens.tp.size)
-        return (3 * self._num_tokens * inner + self._gathered * self.width) * self.itemsize + self.hidden_bytes
+        features = 3 * self._num_tokens * self._mlp_inner + self._gathered * self.width
+        return features * self.itemsize + self.hidden_bytes
 
     @property
     def backward_temporaries(self) -> int:
@@ -455,12 +440,11 @@ class Activations:
         hidden states. Of a mixture `transient_bytes` has them."""
         if self.mixture is not None or self.layer is None:
             return 0
-        gathered = self._num_tokens * self.width * self.itemsize * (self.tokens.num_parts > 1)
-        inner = -(-self.layer.inner // self.tokens.tp.size)
-        return 2 * self._num_tokens * inner * self.itemsize + self.hidden_bytes + gathered
+        gathered = self.width * (self.tokens.num_parts > 1)
+        return self._num_tokens * (2 * self._mlp_inner + gathered) * self.itemsize + self.hidden_bytes
 
     @property
     def chunk_bytes(self) -> int:
         """Bytes beside those kept while a chunk of the loss is computed; 0 where it is not chunked."""
-        is_chunked = bool(self.memory.chunked_loss)
-        return chunk_bytes(self._num_tokens, self._words, self.itemsize, self.fuses_loss) * is_chunked
+        sizes = self._num_tokens, self._words, self.itemsize
+        return chunk_bytes(*sizes, self.fuses_loss) if self.memory.chunked_loss else 0

@@ -14,18 +14,16 @@ from typing import Any
 import torch
 
 from framework.errors import MeshwrightError, OutOfMemory, RecipeError
-from framework.output import align
+from framework.output import align, show_bytes
 from framework.plan.candidate import OFFLOADED, candidate_of
 from framework.plan.cluster import ClusterRates
-from framework.plan.forecast import Forecast, MemoryForecast
-from framework.plan.forecast_plan import LITTLE, PlanForecast, forecast_plan
+from framework.plan.forecast_memory import MemoryForecast, describe_shortages
+from framework.plan.forecast_plan import LITTLE, PlanForecast, forecast_plan, measure_traffic
 from framework.plan.plan import Plan, make_plan
-from framework.plan.rejections import ModelRules, describe_shortages
-from framework.plan.text import show_bytes
-from framework.plan.time import TimeModel
-from framework.plan.traffic import measure_traffic
+from framework.plan.space import ModelRules
+from framework.plan.time import Forecast, TimeModel
 from framework.recipe.check import check_recipe
-from framework.recipe.layout_keys import with_value
+from framework.recipe.keys import with_value
 from framework.recipe.schema import Recipe
 
 Setting = tuple[str, Any]

@@ -1,4 +1,4 @@
-"""`parallel.layout=auto`: choose the layout once a recipe is composed, before anything is planned, saved or started."""
+"""The layout that a recipe leaves to `auto`, chosen once it is composed."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -14,8 +14,10 @@ from framework.recipe.schema import Recipe
 
 def require_layout(composition: Composition, overrides: Iterable[str], recipe_dirs: Sequence[Path]) -> Recipe:
     """The recipe with a layout: with parallel.layout=auto the chosen one, named in a line on stderr, for stdout may be parsed.
-    RecipeError with all problems, or where no layout can be trained."""
+    So are choices of which an experiment has changed keys. RecipeError with all problems, or where no layout can be trained."""
     recipe = composition.require()
+    for note in composition.notes:
+        print(note, file=sys.stderr, flush=True)
     if recipe.parallel.layout == "stated":
         return recipe
     with loading_libraries():  # which a recipe that states its layout need not wait for

@@ -14,7 +14,7 @@ Nothing is simulated: what the first rank has in flight is written in the schedu
 Of seconds:
 
     mean_rank      the mean rank's work: of any schedule, and of all microbatches that are no larger
-    stages         computation and messages of layers in the shortest time that a schedule allows (`bubble.least_length`),
+    stages         computation and messages of layers in the shortest time that a schedule allows (`stage_times.least_length`),
                    wherever states are kept
     states         the same with ZeRO's messages and the update: all of a forecast but the simulated schedule
 """
@@ -30,13 +30,15 @@ import numpy as np
 from framework.parallel.activation_checkpointing import count_groups
 from framework.parallel.pipeline.schedules import group_sizes
 from framework.parallel.pipeline.simulate import Costs
-from framework.plan.activation_peaks import representative
-from framework.plan.bubble import least_length
+from framework.plan.activation_bytes import LAYER, representative
 from framework.plan.candidate import Candidate, Checkpointing, remember
-from framework.plan.forecast_memory import LAYER, MemoryModel
-from framework.plan.memory import sum_largest
-from framework.plan.memory_states import FRAGMENTATION
-from framework.plan.time import DIVISION, WORK, TimeModel
+from framework.plan.cluster import ClusterRates
+from framework.plan.forecast_memory import MemoryModel
+from framework.plan.shape import ModelShape
+from framework.plan.stage_times import least_length
+from framework.plan.state_bytes import FRAGMENTATION, sum_largest
+from framework.plan.time import DIVISION, WORK, Forecast, TimeModel
+from framework.recipe.schema import Recipe
 
 # Lower bound of the bytes of a gradient's element (`BufferDtypes.gradient`).
 GRADIENT_BYTES = 4
@@ -189,3 +191,16 @@ class TimeBounds:
         if c.pp == 1:
             return c.accumulation * sum(map(sum, (costs.forward, costs.input, costs.weight)))
         return least_length(c.schedule, owners, c.accumulation, costs)
+
+
+class Engine:
+    """Forecasts and their lower bounds, for one model, recipe and cluster."""
+
+    def __init__(self, shape: ModelShape, recipe: Recipe, cluster: ClusterRates):
+        self.shape, self.cluster, self.times = shape, cluster, TimeModel(shape, recipe, cluster)
+        self.bytes = self.times.memory
+        self.least_bytes, self.least_time = MemoryBounds(self.bytes), TimeBounds(self.times)
+
+    def forecast(self, candidate: Candidate) -> Forecast:
+        """Bytes and seconds of a layout."""
+        return Forecast(self.bytes.forecast(candidate, self.cluster), self.times.forecast(candidate))

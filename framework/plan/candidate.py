@@ -1,7 +1,9 @@
 """Candidate: a layout as numbers, of which bytes and seconds are forecast, and of which a search tries thousands.
 
 `candidate_of` reads the layout of a recipe, `recipe_of` is its inverse. Thousands of layouts share most of what is computed for
-one: `remember` keeps results by the fields that they depend on.
+one: `remember` keeps results by the fields that they depend on. Nothing of it is `auto`: `resolve_target` has the device and the
+dtype of where the layout will run, also on a machine that has no such device: a login node without a GPU plans and submits for
+the cluster's GPUs. Torch is not imported unless this machine is asked.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,6 +15,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
 from framework.errors import RecipeError
 from framework.mesh.topology import Topology, count_expert_shards, count_passing, shards_within_node
+from framework.recipe.check import FOLLOWING_KEYS, LAYOUT_KEYS, is_world_stated, let_rest_follow
 from framework.recipe.derive import (
     SPLIT_BACKWARDS,
     Derived,
@@ -21,11 +24,12 @@ from framework.recipe.derive import (
     count_virtual_stages,
     derive,
 )
-from framework.recipe.layout_keys import FOLLOWING_KEYS, LAYOUT_KEYS, is_world_stated, let_rest_follow, value_of
-from framework.recipe.schema import Offload, Recipe
+from framework.recipe.keys import value_of
+from framework.recipe.schema import Launch, Offload, Precision, Recipe
 
 Checkpointing = Literal["none", "selective", "full", "sqrt"]
 OFFLOADED = ("optimizer", "parameters", "activations")
+Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +283,50 @@ def _offloaded(offload: Offload) -> frozenset[str]:
             f"memory.offload.{name}={fraction} offloads a part, and layouts are compared with all or none: 0 or 1"
         )
     return frozenset(name for name, fraction in fractions.items() if fraction)
+
+
+# --- the device and the dtype that `auto` is
+
+
+def resolve_target(recipe: Recipe) -> Recipe:
+    """The recipe with no `auto` left in launch.device and precision.compute, for planning: nothing is checked of this machine,
+    and a cluster that the recipe names says what its devices are."""
+    device = target_device(recipe.launch)
+    if device is None and recipe.cluster.name is not None:
+        device = "cpu" if recipe.cluster.device == "cpu" else "cuda"
+    if device is None:
+        import torch
+
+        has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= derive(recipe).world
+        device = "cuda" if has_gpus else "cpu"
+    launch = replace(recipe.launch, device=device)
+    return carry_derived(recipe, replace(recipe, launch=launch, precision=resolve_precision(recipe.precision, launch)))
+
+
+def target_device(launch: Launch) -> Device | None:
+    """The ranks' device as the recipe states it; None where it leaves that to this machine. Under SLURM it is cuda where GPUs
+    are asked for, whatever the login node has."""
+    if launch.device != "auto":
+        return launch.device
+    if launch.kind == "slurm":
+        return "cuda" if launch.gres is not None else "cpu"
+    return None
+
+
+def resolve_precision(precision: Precision, launch: Launch) -> Precision:
+    """`precision.compute` without auto: bf16 where the target multiplies it natively. Of a cluster's nodes, and of GPUs where
+    there are none, only the kind is known: GPUs get bf16, CPUs fp32."""
+    if precision.compute != "auto":
+        return precision
+    is_bf16 = launch.device == "cuda"
+    if launch.kind == "local":
+        import torch
+
+        from framework.model.precision import compute_dtype
+
+        if launch.device == "cpu" or torch.cuda.is_available():
+            is_bf16 = compute_dtype(precision, torch.device(launch.device)) == torch.bfloat16
+    return replace(precision, compute="bf16" if is_bf16 else "fp32")
 
 
 # --- results by what they depend on

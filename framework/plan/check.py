@@ -10,7 +10,7 @@ import torch
 from transformers import PretrainedConfig
 
 from framework.comm.deep_ep import require_deep_ep
-from framework.data.open_data import find_sequence_problems
+from framework.data.loader import find_sequence_problems
 from framework.errors import MeshwrightError, RecipeError
 from framework.host import count_host_memory
 from framework.model.adapters import is_adapter
@@ -21,11 +21,11 @@ from framework.model.peft_folder import read_adapter
 from framework.model.probe import refuse_mixed_dtypes, refuse_unordered_layers
 from framework.model.weights import refuse_other_weights, refuse_unwritable_configs
 from framework.optim.optimizers import state_names
+from framework.output import show_bytes
 from framework.parallel.fp8_layers import require_torchao
-from framework.plan.memory import USABLE, sum_fullest_node
+from framework.plan.forecast_memory import USABLE, sum_fullest_node
 from framework.plan.plan import Plan, make_plan
-from framework.plan.text import show_bytes
-from framework.recipe.origins import origin_of
+from framework.recipe.files import origin_of
 from framework.recipe.problem import render_problems
 from framework.recipe.schema import Recipe
 from framework.recipe.stages import split_stages

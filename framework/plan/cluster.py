@@ -24,8 +24,8 @@ from math import ceil, exp, log, log2
 from typing import Literal, get_args
 
 from framework.plan.candidate import remember
-from framework.recipe.clusters import find_cluster
 from framework.recipe.derive import count_nodes, count_ranks
+from framework.recipe.machines import find_cluster
 from framework.recipe.schema import Cluster as ClusterRecipe
 from framework.recipe.schema import Recipe
 

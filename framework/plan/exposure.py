@@ -4,7 +4,7 @@ tp   enter and leave of a region are waited for (parallel/tensor/borders.py); as
      them. In backward the sum of a region's input gradient travels under the weight gradients of its column layers
      (regions.py), where a schedule does not leave these for later
 cp   a step of the ring travels under the attention to the block before it; Ulysses' exchange is waited for (docs/context.md)
-ep   rows are waited for, there and back over both hops, between nodes and within them (token_hops.py); shared experts are
+ep   rows are waited for, there and back over both hops, between nodes and within them (messages.py); shared experts are
      computed while rows leave (parallel/experts/dispatch.py), and with parallel.expert_overlap the other half of the microbatch
      (halves.py): its turns are laid out one after the other, and what neither half computes under is exposed
 
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from framework.plan.candidate import Candidate, topology_of
 from framework.plan.cluster import Group, place_group
 from framework.plan.layer_widths import MixtureWidths
+from framework.plan.messages import TokenHops, rows_of_token
 from framework.plan.operators import LayerOperators, UnitWork
 from framework.plan.profile import Rates
-from framework.plan.token_hops import TokenHops, rows_of_token
 from framework.recipe.schema import Recipe
 
 # Axes over which messages travel.

@@ -1,46 +1,35 @@
 """The one model of a rank's bytes over a step: for a plan, and for thousands of layouts of a search.
 
     kind            content                                                                 known
-    parameters ...  states, and what of them is gathered: as `plan/memory.py` has them      exactly, padding included
-    activations     what layers keep, by microbatches in flight (`plan/activations.py`)     formulas, or estimated
+    parameters ...  states, and what of them is gathered (`state_bytes.py`)                 exactly, padding included
+    activations     what layers keep, by microbatches in flight (`activation_bytes.py`)     formulas, or estimated
     logits          what the loss keeps                                                     exactly
     temporaries     tensors inside of one layer's backward, or of the loss                  formulas
     communication   hidden states that a pipeline sends and receives                        by the executor's actions
     workspace       cuBLAS'                                                                 torch's default
-    outside         the driver's context and NCCL's buffers, not torch's memory             assumed (`memory_states.py`)
-    slack           what the caching allocator has reserved beside tensors                  assumed (`memory_states.py`)
+    outside         the driver's context and NCCL's buffers, not torch's memory             assumed (`state_bytes.py`)
+    slack           what the caching allocator has reserved beside tensors                  assumed (`state_bytes.py`)
 
-A rank holds the sum of two parts, each cached by what it depends on: states (`memory_states.py`), which depend on ZeRO and not
+A rank holds the sum of two parts, each cached by what it depends on: states (`state_bytes.py`), which depend on ZeRO and not
 on microbatches, and activations, for which it is the other way round.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
-from framework.errors import ModelError
-from framework.mesh.token_layout import ContextSlices, TokenLayout
-from framework.mesh.topology import Axis, count_passing
-from framework.model.logit_map import find_logit_map
-from framework.model.loss import is_fused
-from framework.model.stage import StageBounds
-from framework.parallel.pipeline.lower import LiveMoment, live_moments
-from framework.parallel.pipeline.pipeline import FORWARDS_AT_ONCE, PipelinePlan
-from framework.parallel.pipeline.simulate import Costs
-from framework.plan.activation_peaks import MomentTable, Peak, StageActivations, make_moments, representative
-from framework.plan.activations import Activations
-from framework.plan.candidate import Candidate, remember
+from framework.output import show_bytes
+from framework.parallel.pipeline.pipeline import PipelinePlan
+from framework.plan.activation_bytes import ActivationBytes
+from framework.plan.candidate import Candidate, resolve_target
 from framework.plan.cluster import ClusterRates
-from framework.plan.context import ContextCost
-from framework.plan.forecast import MemoryForecast, NodeForecast, StageMemory
-from framework.plan.layer_widths import read_masks
-from framework.plan.memory import USABLE, ranks_on_nodes, sum_fullest_node
-from framework.plan.memory_states import (
+from framework.plan.policies import Counts, choose_counts, least_bytes, shorten
+from framework.plan.shape import ModelShape
+from framework.plan.state_bytes import (
     FRAGMENTATION,
     PHASES,
-    STAGES,
     PhaseBytes,
     Pipelines,
     Places,
@@ -48,17 +37,148 @@ from framework.plan.memory_states import (
     place_states,
     slack_of,
 )
-from framework.plan.policies import Counts, choose_counts, is_large, least_bytes, shorten, uniform
-from framework.plan.shape import ModelShape
-from framework.plan.target import resolve_target
-from framework.plan.token_hops import rows_of_token
 from framework.recipe.schema import Recipe
+
+SLACK = "allocator slack"
+OUTSIDE = "outside torch"
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of a rank at one place of the pipeline, at the moment of a step that needs most."""
+
+    # Tensors of the device by kind: parameters, gradients, master, optimizer, gathered, activations, logits, temporaries,
+    # communication, workspace.
+    held: Mapping[str, int]
+    # Reserved by the allocator beyond what tensors use.
+    slack: int
+    # The same kinds at each phase of a step, of which `held` is the largest.
+    phases: Mapping[str, Mapping[str, int]]
+    # The host's memory by kind.
+    on_host: Mapping[str, int] = field(default_factory=dict)
+    # Device memory outside torch: the driver's context, NCCL's buffers.
+    outside: int = 0
+    # The rank's file of states.
+    disk: int = 0
+
+    @property
+    def host(self) -> int:
+        """Bytes in the host's memory."""
+        return sum(self.on_host.values())
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of tensors."""
+        return sum(self.held.values())
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """All bytes of the device by kind: `held`, and what is not in tensors."""
+        return {**self.held, OUTSIDE: self.outside, SLACK: self.slack}
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the device must have."""
+        return self.allocated + self.slack + self.outside
+
+
+@dataclass(frozen=True)
+class NodeForecast:
+    """Bytes that the ranks of the fullest node take together of what they share."""
+
+    # The host's memory: offloaded states and activations, and copies of steps in its file system (checkpoint.neighbor_copies).
+    offloaded: int = 0
+    copies: int = 0
+    # All of the host's memory, and the share of it for both.
+    there: int = 0
+    limit: int = 0
+    # Files of states, and the room for them; None where it is unknown.
+    disk: int = 0
+    disk_limit: int | None = None
+
+    @property
+    def spare(self) -> int:
+        """Bytes of the host's memory that are left; negative: so many are missing."""
+        # Linux gives a file system in memory half of it.
+        return min(self.limit - self.offloaded - self.copies, self.there // 2 - self.copies)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a node has all of it."""
+        is_on_disk = self.disk_limit is None or self.disk <= self.disk_limit
+        return is_on_disk and (self.spare >= 0 or not self.offloaded + self.copies)
+
+
+@dataclass(frozen=True)
+class MemoryForecast:
+    """stages: a rank at each place of the pipeline, in order. limit: bytes of a device that ranks may use. node: what ranks of a
+    node share."""
+
+    stages: tuple[StageMemory, ...]
+    limit: int
+    node: NodeForecast = NodeForecast()
+
+    @property
+    def fullest(self) -> StageMemory:
+        """The rank that decides whether the run fits."""
+        return max(self.stages, key=lambda each: each.reserved)
+
+    @property
+    def spare(self) -> int:
+        """Bytes that are left on the fullest rank; negative: so many are missing."""
+        return self.limit - self.fullest.reserved
+
+    @property
+    def fits(self) -> bool:
+        """Whether devices and nodes have all of it."""
+        return self.spare >= 0 and self.node.fits
+
+
+def describe_shortages(node: NodeForecast) -> Iterator[str]:
+    """Resources that a node lacks, each with the key that states what it has; empty where the layout fits."""
+    needed = node.offloaded + node.copies
+    if needed and node.spare < 0:
+        what = [f"{show_bytes(node.offloaded)} of what is offloaded"] * (node.offloaded > 0)
+        what += [f"{show_bytes(node.copies)} of copies of steps (checkpoint.neighbor_copies)"] * (node.copies > 0)
+        where = f"{show_bytes(node.limit)} of a node's {show_bytes(node.there)} of host memory (cluster.host_memory_gb)"
+        if node.offloaded + node.copies <= node.limit:
+            where = f"{show_bytes(node.there // 2)} of /dev/shm, half of a node's host memory (cluster.host_memory_gb)"
+        yield f"{show_bytes(-node.spare)} over the {where}, for {' and '.join(what)}"
+    if node.disk_limit is not None and node.disk > node.disk_limit:
+        yield (
+            f"{show_bytes(node.disk - node.disk_limit)} over the {show_bytes(node.disk_limit)} of a node's own disks"
+            f" (cluster.node_disk_gb), for {show_bytes(node.disk)} of files of states"
+        )
+
+
+# The share of a node's memory that ranks have for offloaded states: Python, torch, NCCL and page tables need the rest.
+USABLE = 0.9
+
+
+@cache
+def ranks_on_nodes(world: int, pp: int, here: int) -> tuple[tuple[int, ...], ...]:
+    """Number of ranks at each place of the pipeline, for each kind of node with `here` ranks; neighbours share a node."""
+    size = world // pp
+    nodes = [(first, min(first + here, world)) for first in range(0, world, here)]
+    counts = [
+        tuple(max(0, min(stop, (place + 1) * size) - max(first, place * size)) for place in range(pp))
+        for first, stop in nodes
+    ]
+    return tuple(dict.fromkeys(counts))
+
+
+def sum_fullest_node(of_stage: Sequence[int], world: int, here: int) -> int:
+    """The most that the ranks of one node have together. of_stage: of a rank at each place of the pipeline: ranks that differ in
+    other coordinates have as much."""
+    return max(
+        sum(count * size for count, size in zip(counts, of_stage, strict=True))
+        for counts in ranks_on_nodes(world, len(of_stage), here)
+    )
+
 
 # Counted over estimated activations of models without formulas, the least and the most: `scripts/bench/foresight_memory.py
 # --estimated`; opt, and gemma2, whose attention caps its scores and so has matrices of them.
 ESTIMATE_OFF = (0.75, 3.3)
-# Fields of a candidate that a layer's bytes for one sequence depend on, without its policy.
-LAYER = ("context", "cp", "ulysses", "is_gather", "tp", "sequence", "expert_tp", "ep")
 
 
 def describe_estimate(shape: ModelShape, candidate: Candidate) -> str | None:
@@ -90,206 +210,6 @@ def _join(states: PhaseBytes, activations: PhaseBytes) -> StageMemory:
     slack = slack_of(states.moving[fullest] + activations.moving[fullest])
     on_host = {**states.on_host, **activations.on_host}
     return StageMemory(phases[PHASES[fullest]], slack, phases, on_host, states.outside, states.disk)
-
-
-@dataclass(frozen=True, eq=False)
-class ActivationBytes:
-    """Activation bytes for one model and one recipe."""
-
-    pipelines: Pipelines
-
-    def of_ranks(self, each: Candidate, chosen: Mapping[int, Counts] | None) -> list[PhaseBytes]:
-        """Bytes of each rank of the pipeline. chosen: layers of each stage by policy; None: all as the candidate says."""
-        if chosen is not None or self.pipelines.pipeline is not None:
-            return [self.find_rank(each, rank, chosen) for rank in range(each.pp)]
-        # The fewest microbatches with as many in flight: layouts with more of them have the same bytes, but for `_scoring_peak`.
-        fewest = representative(each.schedule, each.pp, each.accumulation)
-        if self.pipelines.recipe.loss.extra_forwards:
-            fewest = max(fewest, min(each.accumulation, FORWARDS_AT_ONCE))
-        few = each.changed({"accumulation": fewest})
-        return [self._of_rank(few, rank) for rank in range(each.pp)]
-
-    @remember(
-        *STAGES, "sequences", "cp", "ulysses", "is_gather", "checkpointing", "offloads_activations", "accumulation"
-    )
-    def _of_rank(self, each: Candidate, rank: int) -> PhaseBytes:
-        return self.find_rank(each, rank, None)
-
-    def find_rank(self, each: Candidate, rank: int, chosen: Mapping[int, Counts] | None) -> PhaseBytes:
-        """Bytes of one rank of the pipeline."""
-        stages, activations = self.pipelines.of_ranks(each)[rank], self.of_microbatch(each)
-        (moments, table), policy = self._moments(each, rank), each.checkpointing
-        counts = chosen or {stage.index: uniform(policy, stage.stop - stage.start) for stage in stages}
-        # Virtual stages of a rank are dozens, and most of them are alike.
-        alike: dict[tuple[object, ...], StageActivations] = {}
-        by_stage = {}
-        for stage in stages:
-            own = counts[stage.index]
-            form = (
-                stage.is_first,
-                stage.is_last,
-                stage.stop - stage.start,
-                own,
-                activations.masks_of(stage),
-                activations.more_of(stage),
-            )
-            if form not in alike:
-                alike[form] = activations.of_stage(stage, own)
-            by_stage[stage.index] = alike[form]
-        peaks = table.find_peaks(by_stage)
-        if self.pipelines.recipe.loss.extra_forwards:
-            scoring = self._scoring_peak(each, stages, activations)
-            peaks["forward"] = max(peaks["forward"], scoring, key=lambda peak: peak.total)
-        on_the_way = max(map(activations.transfer_bytes, stages)) if activations.memory.offload.activations else 0
-        has_loss = any(stage.is_last for stage in stages)
-        more = (0, activations.loss_temporaries * has_loss, activations.backward_temporaries)
-        phases = [
-            self._phase(peaks[name], on_the_way, more[number]) | {"workspace": self.pipelines.workspace}
-            for number, name in enumerate(PHASES[:3])
-        ]
-        nothing = self._phase(Peak(), 0, 0) | {"workspace": self.pipelines.workspace}
-        on_host = {"activations": self._offloaded_bytes(activations, stages, moments)}
-        return PhaseBytes.of([*phases, nothing, nothing], self.pipelines.workspace, on_host, 0)
-
-    def _scoring_peak(self, each: Candidate, stages: Sequence[StageBounds], activations: Activations) -> Peak:
-        """The most that a rank has in a forward for a reference, without backward: of one layer, or of logits and their loss, and
-        of hidden states those that arrive and those that it has sent, which it holds until all microbatches are through
-        (`execute.StageLinks`). A number for each document is what comes of it."""
-        own = {stage.index for stage in stages}
-        sending = sum(not stage.is_last and stage.index + 1 not in own for stage in stages)
-        arriving = any(not stage.is_first and stage.index - 1 not in own for stage in stages)
-        # It holds the one that it computes with and the next; where it sends, the last of those is its own.
-        count = sending * min(each.accumulation, FORWARDS_AT_ONCE) + arriving * (1 if sending else 2)
-        between = count * activations.hidden_bytes
-        layer = Peak(activations.forward_bytes, between=between)
-        if not any(stage.is_last for stage in stages):
-            return layer
-        beside = activations.loss_temporaries + activations.chunk_bytes
-        return max(layer, Peak(0, activations.logits_bytes, beside, between), key=lambda peak: peak.total)
-
-    @remember("pp", "schedule", "virtual", "context", "accumulation")
-    def _moments(self, each: Candidate, rank: int) -> tuple[Sequence[LiveMoment], MomentTable]:
-        """The moments at which a rank may have most, listed and as arrays."""
-        if self.pipelines.pipeline is not None:
-            found = live_moments(self.pipelines.pipeline.lowered(each.accumulation), rank)
-        else:
-            found = self._schedule(each)(rank)
-        return found, MomentTable.of(found)
-
-    @remember("pp", "schedule", "virtual", "context", "accumulation")
-    def _schedule(self, each: Candidate) -> Callable[[int], list[LiveMoment]]:
-        """In which order messages of uneven stages leave depends on how long these compute: on their FLOPs, as in a run."""
-        flops, layers = self.pipelines.shape.flops(each.context), self.pipelines.shape.layer_flops(each.context)
-        first, last = flops.get("embedding", 0.0), flops.get("head", 0.0)
-        stages = self.pipelines.stages(each)
-        costs = tuple(sum(layers[x.start : x.stop]) + first * x.is_first + last * x.is_last for x in stages)
-        return make_moments(each.schedule, each.pp, each.virtual, each.accumulation, Costs(costs, costs, costs))
-
-    def _phase(self, peak: Peak, on_the_way: int, more: int) -> dict[str, int]:
-        kept = peak.activations + on_the_way if peak.total else 0
-        beside = {"temporaries": peak.beside + more, "communication": peak.between}
-        return {"activations": kept, "logits": peak.logits} | beside
-
-    def _offloaded_bytes(
-        self, activations: Activations, stages: Sequence[StageBounds], moments: Sequence[LiveMoment]
-    ) -> int:
-        """The most activations on the host. Each stage of the rank has blocks of its own."""
-        if not activations.memory.offload.activations:
-            return 0
-        sizes = {stage.index: activations.offloaded_bytes(stage) for stage in stages}
-        most = dict.fromkeys(sizes, 0)
-        for each in moments:
-            for index, whole, left in each.live:
-                most[index] = max(most[index], whole + left)
-        return sum(size * most[index] for index, size in sizes.items())
-
-    @remember(*LAYER, "sequences", "checkpointing", "offloads_activations", "ranks_per_node", "world")
-    def of_microbatch(self, each: Candidate) -> Activations:
-        """Sizes of one rank's activations for one microbatch."""
-        pipelines, slices = self.pipelines, _slices_of(each)
-        shape, recipe = pipelines.shape, pipelines.recipe
-        layers = shape.layer_flops(each.context)
-        memory = replace(
-            recipe.memory,
-            activation_checkpointing=each.checkpointing,
-            offload=pipelines.offload(each),
-            chunked_loss=self.is_chunked(each),
-        )
-        return Activations(
-            TokenLayout(each.sequences, slices.tokens_local, Axis("tp", each.tp, 0), each.sequence, slices),
-            shape.hidden,
-            shape.text.vocab_size,
-            pipelines.compute.itemsize,
-            shape.widths,
-            sum(layers) / len(layers),
-            memory,
-            each.expert_tp,
-            shape.mixture,
-            self._contexts(each),
-            recipe.data.isolates,
-            self._masks(each),
-            each.ep > 1 or each.expert_tp < each.tp or recipe.model.expert_capacity is not None,
-            is_fused(recipe.launch.device, pipelines.compute.itemsize),
-            *self._count_rows(each),
-            mixers=self._mixers(each),
-        )
-
-    def _mixers(self, each: Candidate) -> tuple[int, ...]:
-        """Bytes of each layer's recurrent mixer beside the layer's estimate; empty where layers have formulas."""
-        shape, dtype, tokens = self.pipelines.shape, self.pipelines.compute, _slices_of(each).tokens_local
-        if shape.widths is not None:
-            return ()
-        outside, e = tokens // (each.tp if each.sequence else 1), dtype.itemsize
-        beside = shape.hidden * (tokens * e + outside * (4 + e))
-        estimated = outside * shape.hidden * e
-        return tuple(
-            0 if found is None else each.sequences * (found.kept // each.tp + beside - found.replaced * estimated)
-            for found in shape.mixers(tokens, dtype)
-        )
-
-    def _count_rows(self, each: Candidate) -> tuple[float, float]:
-        """Rows of a token that come to ranks for their nodes, and the padding of those in buffers of experts."""
-        mixture, way = self.pipelines.shape.mixture, self.pipelines.recipe.parallel.expert_hierarchical
-        nodes = each.ep // count_passing(way, each.ep, each.expert_tp, each.ranks_per_node, each.world)
-        if mixture is None:
-            return 1.0, 1.0
-        outer, inner = rows_of_token(each, self.pipelines.recipe, mixture.router, nodes, each.ep // nodes)
-        return float(outer), max(1.0, float(inner) / mixture.top_k)
-
-    @remember("cp", "context")
-    def _masks(self, each: Candidate) -> tuple[str | None, ...]:
-        """The kind of mask of each layer."""
-        return read_masks(self.pipelines.recipe, self.pipelines.shape.config, each.cp, each.context)
-
-    @remember("context", "cp", "ulysses", "is_gather", "tp", "sequences")
-    def _contexts(self, each: Candidate) -> tuple[ContextCost, ...]:
-        """The attentions of layers, those that differ, where cp divides sequences."""
-        if each.cp == 1:
-            return ()
-        itemsize = self.pipelines.compute.itemsize
-        shapes = dict.fromkeys(self.pipelines.shape.attentions(each.tp, each.context))
-        return tuple(ContextCost(each, shape, itemsize) for shape in shapes if shape is not None)
-
-    @remember("sequences", "context", "cp", "ulysses", "tp")
-    def is_chunked(self, each: Candidate) -> bool:
-        """Whether the loss is computed in chunks."""
-        asked, recipe = self.pipelines.recipe.memory.chunked_loss, self.pipelines.recipe
-        if asked == "auto":
-            tokens, itemsize = each.sequences * _slices_of(each).tokens_local, self.pipelines.compute.itemsize
-            asked = is_large(tokens, self.pipelines.shape.vocabulary, each.tp, itemsize, recipe.launch.device)
-        return asked and self._has_logit_map
-
-    @cached_property
-    def _has_logit_map(self) -> bool:
-        try:
-            find_logit_map(self.pipelines.shape.whole, self.pipelines.compute)
-        except ModelError:
-            return False
-        return True
-
-
-def _slices_of(each: Candidate) -> ContextSlices:
-    return ContextSlices(each.context, each.ulysses, each.ring)
 
 
 @dataclass(frozen=True, eq=False)

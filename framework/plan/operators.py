@@ -27,10 +27,9 @@ from framework.model.mixers import find_mixers
 from framework.model.units import Unit
 from framework.parallel.tensor.rules import FAMILIES, ROLES
 from framework.plan.candidate import Candidate, remember
-from framework.plan.context import AttentionShape, attention_shapes
-from framework.plan.layer_widths import MixtureWidths, read_mixture
+from framework.plan.layer_widths import AttentionShape, MixtureWidths, attention_shapes, read_mixture
+from framework.plan.messages import find_tensor_messages
 from framework.plan.profile import ATTENTION_BACKWARD, BACKWARD_PASSES, Rates
-from framework.plan.tensor_messages import find_tensor_messages
 
 # Below this share of a layer's FLOPs, FLOPs without shapes (a router) are not reported.
 NEGLIGIBLE = 0.02

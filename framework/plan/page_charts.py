@@ -11,7 +11,7 @@ import altair as alt
 
 from framework.parallel.pipeline.actions import ActionKind
 from framework.parallel.pipeline.draw import COLORS as PICTURE_COLORS
-from framework.plan.forecast import OUTSIDE, SLACK
+from framework.plan.forecast_memory import OUTSIDE, SLACK
 
 Row = Mapping[str, Any]
 Rows = Mapping[str, Sequence[Row]]

@@ -68,11 +68,6 @@ class Page:
     in_columns: bool = False
     """Whether sections stand side by side on a wide screen."""
 
-    @property
-    def has_layouts(self) -> bool:
-        """Whether it is of a search."""
-        return self.layouts is not None
-
 
 def write_html(path: Path, page: Page) -> None:
     """Write the page to a file. RecipeError where the disk refuses."""

@@ -33,10 +33,12 @@ from framework.model.logit_map import LogitMap
 from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
 from framework.model.precision import DTYPES
 from framework.model.probe import LayerCalls, find_layer_calls, find_routers_loss
-from framework.model.routers import LoadBalancingLoss
+from framework.model.routers import LoadBalancingLoss, Routers
 from framework.model.stage import (
     StageBounds,
+    StageModel,
     copy_stage,
+    own_ties,
     refuse_following_starts,
     refuse_shared_layers,
     refuse_sliced_values,
@@ -52,22 +54,57 @@ from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage, read_table
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor.heads import ranks_per_kv_head
+from framework.parallel.tensor.rng import mask_of, uses_rng_in_training
+from framework.parallel.zero.homes import choose_homes
+from framework.parallel.zero.lifetimes import lifetimes_of
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import Activations
-from framework.plan.candidate import Candidate, planned_candidate, remember, topology_of
-from framework.plan.forecast import StageMemory
-from framework.plan.forecast_memory import MemoryModel
+from framework.plan.candidate import Candidate, planned_candidate, remember, resolve_target, topology_of
+from framework.plan.forecast_memory import MemoryModel, StageMemory
+from framework.plan.messages import find_tensor_messages
 from framework.plan.policies import Counts, refuse_unknown_operations, resolve_chunked_loss, spell, uniform
-from framework.plan.shape import ModelShape, group_parameters_of, refuse_dropped_layers, refuse_fresh_seeds
-from framework.plan.stage import PlannedStage, lay_out_stage
-from framework.plan.target import resolve_target
-from framework.plan.tensor_messages import find_tensor_messages
+from framework.plan.shape import (
+    ModelShape,
+    group_parameters_of,
+    lay_out_parameters,
+    refuse_dropped_layers,
+    refuse_fresh_seeds,
+)
 from framework.recipe import schema
 from framework.recipe.derive import Derived, count_virtual_stages, derive
 from framework.recipe.schema import Recipe
 
 # The unit of memory.budget_gb: as the page of `plan` counts.
 GB = 2**30
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """ties: all names of each of the stage's parameters in its model; buffers: without memory."""
+
+    plan: StagePlan
+    model: StageModel
+    ties: Mapping[str, tuple[str, ...]]
+    buffers: list[BufferPlan]
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Units that are whole or in part this stage's."""
+        return self.plan.own_units
+
+
+def lay_out_stage(model: PreTrainedModel, plan: StagePlan) -> PlannedStage:
+    """Apply the transforms to a copy of the model on meta, and plan its buffers."""
+    parameters = lay_out_parameters(model, plan)
+    routers, is_random = None, uses_rng_in_training(model)
+    if plan.load_balancing is not None:
+        routers = Routers(model, plan.load_balancing, plan.compute_dtype, plan.device, plan.routed_tokens)
+    borders = plan.received, plan.sent
+    stage = StageModel(model, plan.own_units, plan.bounds, *borders, mask_of(plan.tokens), routers, is_random)
+    lifetimes = lifetimes_of(plan.recipe.zero)
+    buffers = parameters.plan_buffers(plan.own_units, plan.master_dtype, lifetimes, plan.axes)
+    placed = choose_homes(buffers, plan.recipe.memory.offload)
+    return PlannedStage(plan, stage, own_ties(model, plan.ties), placed)
 
 
 @dataclass(frozen=True, eq=False)

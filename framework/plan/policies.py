@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from framework.model.loss import is_fused
 from framework.model.precision import DTYPES
 from framework.model.units import find_layers
 from framework.parallel.activation_checkpointing import count_groups, group_size
-from framework.plan.target import resolve_target
+from framework.plan.candidate import resolve_target
 from framework.recipe.derive import carry_derived, derive
 from framework.recipe.schema import KEPT_OPERATIONS, Memory, Recipe
 
@@ -45,6 +45,24 @@ DEVICE_BYTES = {"cuda": 80 * 2**30, "cpu": 16 * 2**30}
 # kernels the logits, and what a family's own operations make of them. Below that the fourth matmul of the head, 2% of a step for
 # Llama 3 8B, is the larger loss.
 SHARE, FUSED_SHARE = 0.01, 0.03
+
+
+class StageActivations(NamedTuple):
+    """Bytes of a stage's activations."""
+
+    # Bytes of each microbatch between forward and backward: kept by layers, kept behind them, logits.
+    kept: int
+    head: int
+    logits: int
+    # Factors of deferred weight gradients, for each microbatch that has some.
+    left: int
+    # While one layer computes in backward.
+    recomputed: int
+    transient: int
+    # While a chunk of the loss is computed.
+    chunk: int
+    # Hidden states between two stages.
+    hidden: int = 0
 
 
 @dataclass(frozen=True)

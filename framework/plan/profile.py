@@ -128,8 +128,6 @@ ATTENTION_BACKWARD, BACKWARD_PASSES = 2.5, 2.0
 NCCL_STOLEN = 16 / 132
 OURS = Profile("meshwright", stolen=NCCL_STOLEN)
 OURS_ON_GPUS = replace(OURS, loss=FUSED_LOSS, loss_gradient=FUSED_LOSS_GRADIENT, cast=FUSED_CAST)
-
-
 # A scan in chunks of states of 64 takes as long as FlashAttention-2 over 2,048 tokens (Dao and Gu 2024, Mamba-2, section 9.3): a
 # FLOP of the one (33,000 of a token and head of 64) as long as eight of the other (262,000).
 SCAN_FLOPS, SCAN_SHAPE = 8.0, (2048, 64)

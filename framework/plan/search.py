@@ -13,8 +13,10 @@ layouts that do. The node with the least bound is expanded next, until that is a
 is that of brute force, and a test says so; what was left out is counted.
 """
 
+import re
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from heapq import heappop, heappush
@@ -25,16 +27,13 @@ from typing import Literal
 
 import numpy as np
 
-from framework.plan.bounds import MemoryBounds, Schedules, TimeBounds, Way
-from framework.plan.candidate import Candidate, remember
-from framework.plan.cluster import ClusterRates
-from framework.plan.forecast import Forecast
-from framework.plan.memory_states import Places, place_states
-from framework.plan.rejections import Constraints, Rejection, too_large, too_large_for_node
-from framework.plan.shape import ModelShape
-from framework.plan.space import CHOICES, Space
-from framework.plan.time import TimeModel
-from framework.recipe.schema import Recipe
+from framework.output import show_bytes
+from framework.plan.bounds import Engine, Schedules, Way
+from framework.plan.candidate import Candidate, method_of, remember
+from framework.plan.forecast_memory import NodeForecast, describe_shortages
+from framework.plan.space import CHOICES, Constraints, Kind, Space
+from framework.plan.state_bytes import Places, place_states
+from framework.plan.time import Forecast
 
 By = Literal["time", "memory"]
 Mesh = tuple[int, int, int, int, int]
@@ -43,19 +42,82 @@ WAY = ("checkpointing", "activations")
 STATES = ("zero", "states")
 # Sums in another order differ in the last digits: a bound must not exclude an equal layout.
 ROUNDING = 1 - 1e-9
+# Rejections for lack of memory or disk.
+SIZES = ("memory", "node")
+_NUMBERS = re.compile(r"\d+(\.\d+)?|=\[.*?\]|=[a-z_]+")
 
 
-class Engine:
-    """Forecasts and their lower bounds, for one model, recipe and cluster."""
+@dataclass(frozen=True)
+class Rejection:
+    """Layouts that are refused alike. candidate: what they share, chosen up to `choice`; reason: in a line; key: of the recipe,
+    where a rule refuses it; missing: bytes that do not fit on the fullest rank, at the least; count: of layouts."""
 
-    def __init__(self, shape: ModelShape, recipe: Recipe, cluster: ClusterRates):
-        self.shape, self.cluster, self.times = shape, cluster, TimeModel(shape, recipe, cluster)
-        self.bytes = self.times.memory
-        self.least_bytes, self.least_time = MemoryBounds(self.bytes), TimeBounds(self.times)
+    kind: Kind
+    candidate: Candidate
+    choice: str
+    reason: str
+    key: str = ""
+    missing: int = 0
+    count: int = 1
 
-    def forecast(self, candidate: Candidate) -> Forecast:
-        """Bytes and seconds of a layout."""
-        return Forecast(self.bytes.forecast(candidate, self.cluster), self.times.forecast(candidate))
+    @property
+    def layout(self) -> str:
+        """The choices so far, in words."""
+        return describe(self.candidate, self.choice)
+
+    @property
+    def line(self) -> str:
+        """Layout and reason in a line."""
+        return f"{self.layout}: {self.reason}"
+
+
+def describe(c: Candidate, choice: str = "states") -> str:
+    """A candidate in words, up to a choice: degrees of 1 and what is off are left out."""
+    method = method_of(c)
+    shards = f"/{c.shard}" if c.zero and c.shard != c.batch else ""
+    words: dict[str, list[str]] = {
+        "degrees": [f"{name}={getattr(c, name)}" for name in ("dp", "cp", "tp", "pp") if getattr(c, name) > 1],
+        "context": ["x".join(map(str, method)) if isinstance(method, list) else method] * (c.cp > 1),
+        "sequence": ["no-sp"] * (c.tp > 1 and not c.sequence),
+        "experts": [f"ep={c.ep}"] * (c.ep > 1)
+        + [f"expert_tp={c.expert_tp}"] * (c.expert_tp != (1 if c.ep > 1 else c.tp)),
+        "microbatch": [f"mb={c.sequences}"],
+        "schedule": [c.schedule + f"x{c.virtual}" * (c.schedule == "interleaved")] * (c.pp > 1),
+        "checkpointing": [c.checkpointing] * (c.checkpointing != "none"),
+        "activations": ["offload-activations"] * c.offloads_activations,
+        "zero": [f"zero={c.zero}{shards}"],
+        "states": [f"offload-{name}" for name in ("optimizer", "parameters") if name in c.offload],
+    }
+    names = list(CHOICES)
+    return " ".join(word for name in names[: names.index(choice) + 1] for word in words[name]) or "one rank"
+
+
+def too_large(c: Candidate, missing: int, limit: int, choice: str = "states", count: int = 1) -> Rejection:
+    """Rejection of layouts whose fullest rank needs more than it may use: by at least so much where later choices are open, or
+    for several layouts, of which `c` is the nearest."""
+    least = "" if choice == "states" and count == 1 else "at least "
+    reason = f"does not fit: {least}{show_bytes(missing)} over the {show_bytes(limit)} of a device"
+    return Rejection("memory", c, choice, reason, missing=missing, count=count)
+
+
+def too_large_for_node(c: Candidate, node: NodeForecast, count: int = 1) -> Rejection:
+    """The rejection of layouts whose ranks take more of a node's memory or disk than it has; of several the nearest."""
+    reason = "; ".join(describe_shortages(node))
+    return Rejection("node", c, "states", f"does not fit: {reason}", missing=max(1, -node.spare), count=count)
+
+
+def group_rejections(rejections: Iterable[Rejection]) -> list[tuple[Rejection, int]]:
+    """One of each reason, with the number of layouts, the most frequent first. Reasons that differ in numbers only are one, as
+    which the smallest layout's is shown; of those that do not fit the one that comes nearest."""
+    counts: Counter[tuple[str, str]] = Counter()
+    shown: dict[tuple[str, str], Rejection] = {}
+    for each in rejections:
+        group = (each.kind, "" if each.kind in SIZES else _NUMBERS.sub("0", each.reason))
+        counts[group] += each.count
+        if group not in shown or (each.kind in SIZES and each.missing < shown[group].missing):
+            shown[group] = each
+    ordered = sorted(counts, key=lambda group: (-counts[group], group))
+    return [(shown[group], counts[group]) for group in ordered]
 
 
 @dataclass(frozen=True)
@@ -80,6 +142,11 @@ class Ranked:
     def bytes(self) -> int:
         """Bytes of the fullest rank."""
         return self.forecast.memory.fullest.reserved
+
+    @property
+    def missing(self) -> int:
+        """Bytes of it that do not fit."""
+        return max(0, -self.forecast.memory.spare)
 
 
 @dataclass

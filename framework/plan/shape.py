@@ -5,7 +5,7 @@ a run: what they leave a rank of a layer's parameters is what it will have of al
 layers costs as much as one of one layer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import cycle
@@ -32,16 +32,24 @@ from framework.model.stage import StageBounds, copy_stage, is_of_layers, split_s
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment, group_parameters, group_trained, optimizer_of
 from framework.optim.matrices import find_matrices
+from framework.parallel.parallelize import find_compute_dtypes, parallelize, whole_layouts
 from framework.parallel.pipeline.pipeline import count_layers
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor.heads import ranks_per_kv_head
-from framework.plan.candidate import Candidate, remember
-from framework.plan.context import AttentionShape, attention_shapes
-from framework.plan.layer_widths import LayerWidths, MixtureWidths, gated_mixture, layer_widths
-from framework.plan.mixer_bytes import MixerBytes, measure_mixer
-from framework.plan.stage import RankParameters, lay_out_parameters
-from framework.plan.target import resolve_target
+from framework.parallel.zero.lifetimes import Lifetimes
+from framework.parallel.zero.plan_buffers import FROZEN, BufferPlan, plan_buffers
+from framework.plan.candidate import Candidate, remember, resolve_target
+from framework.plan.layer_widths import (
+    AttentionShape,
+    LayerWidths,
+    MixerBytes,
+    MixtureWidths,
+    attention_shapes,
+    gated_mixture,
+    layer_widths,
+    measure_mixer,
+)
 from framework.recipe.schema import Launch, Parallel, Pipeline, Precision, Recipe
 
 # Families whose layers call torch.seed(), which reads the clock, in each forward: reversible layers replay their dropout by it.
@@ -50,6 +58,33 @@ FRESH_SEEDS = ("reformer",)
 DEGREES = ("tp", "ep", "expert_tp", "sequence")
 # The recipe of a shape that is asked for without one: bf16 on GPUs.
 DEFAULT = Recipe(precision=Precision(compute="bf16"), launch=Launch(device="cuda"))
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """The parameters of a stage on one rank, by name: what their buffers follow from. groups: of the optimizer, in the order
+    that buffers have them; dtypes: in which forward reads them."""
+
+    layouts: Mapping[str, Layout]
+    groups: Mapping[str, str]
+    dtypes: Mapping[str, torch.dtype]
+
+    def plan_buffers(
+        self,
+        units: Iterable[Unit],
+        master_dtype: torch.dtype | None,
+        lifetimes: Lifetimes,
+        axes: Mapping[str, Communicator],
+    ) -> list[BufferPlan]:
+        """Their buffers, on the device."""
+        return plan_buffers(units, self.layouts, self.groups, self.dtypes, master_dtype, lifetimes, axes)
+
+
+def lay_out_parameters(model: PreTrainedModel, plan: StagePlan) -> RankParameters:
+    """Apply the transforms to a copy of the model on meta; what they leave this rank of its parameters."""
+    layouts = parallelize(model, whole_layouts(model), plan)
+    groups = dict.fromkeys(layouts, FROZEN) | {name: key for name, key in plan.groups.items() if name in layouts}
+    return RankParameters(layouts, groups, find_compute_dtypes(model, plan))
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,11 +136,6 @@ class StageUnits:
         layers = [(f"layers.{number}", self.layers[place][0]) for number, place in enumerate(self.of_layers)]
         first = [(each.unit.name, each) for each in self.ends if each.unit.name == "embedding"]
         return [*first, *layers, *((each.unit.name, each) for each in self.ends if each.unit.name != "embedding")]
-
-    @property
-    def numel(self) -> int:
-        """Elements of parameters on a rank."""
-        return sum(each.numel * count for each, count in self.counted)
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,10 +280,10 @@ class ModelShape:
 
     def _lay_out_alone(self, c: Candidate, bounds: StageBounds) -> StageUnits:
         """`stage_units` where no layer is another's equal, because they share weights."""
-        found = self._lay_out(c, bounds)
-        alone = [(each, 1) for name, each in found.items() if name.startswith("layers.")]
-        ends = [each for name, each in found.items() if not name.startswith("layers.")]
-        return StageUnits(tuple(ends), tuple(alone), _order_groups(list(found.values())), tuple(range(len(alone))))
+        found = list(self._lay_out(c, bounds).values())
+        alone = tuple((each, 1) for each in found if each.unit.is_layer)
+        ends = tuple(each for each in found if not each.unit.is_layer)
+        return StageUnits(ends, alone, _order_groups(found), tuple(range(len(alone))))
 
     @remember(*DEGREES)
     def _find_stage_units(self, c: Candidate, own: tuple[int, ...], is_first: bool, is_last: bool) -> StageUnits:
@@ -263,10 +293,9 @@ class ModelShape:
         first = self._end("embedding", is_shared, c) if is_first else None
         last = self._end("head", is_shared, c) if is_last else None
         in_order = [each for each in (first, *by_kind.values(), last) if each is not None]
-        ends = [each for each in (first, last) if each is not None]
-        layers = tuple((by_kind[kind], own.count(kind)) for kind in by_kind)
-        places = {kind: place for place, kind in enumerate(by_kind)}
-        return StageUnits(tuple(ends), layers, _order_groups(in_order), tuple(places[kind] for kind in own))
+        ends = tuple(each for each in (first, last) if each is not None)
+        layers = tuple((each, own.count(kind)) for kind, each in by_kind.items())
+        return StageUnits(ends, layers, _order_groups(in_order), tuple(map(list(by_kind).index, own)))
 
     def _layer(self, kind: int, c: Candidate) -> RankUnit:
         number = self.kinds.index(kind)

@@ -1,23 +1,43 @@
-"""The space of layouts: the values that each choice may take on so many ranks, and those that the user has fixed.
+"""The space of layouts: the values that each choice may take on so many ranks, those that the user has fixed, and
+constraints, which refuse some of them by the rules of recipes and by the model.
 
-Nothing is refused here that a recipe could say, except what another layout stands for, exactly or at no cost:
+Nothing is left out of the values that a recipe could say, except what another layout stands for, exactly or at no cost:
 
 - schedules where there is one stage, and shards where there is one rank: all say the same
 - gpipe: 1f1b is as long and holds fewer microbatches
 - sequence parallelism without tp, and how a sequence is divided without cp: they do nothing
+
+A rule of `recipe/check.py` says which keys it reads. So it is asked once for all layouts that agree in these, as soon as a
+search has chosen them, of a real recipe: nothing here knows what is legal.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, get_args
+from functools import cached_property, lru_cache, partial, wraps
+from typing import Any, Literal, get_args
 
-from framework.errors import RecipeError, TopologyError
+from framework.errors import MeshwrightError, RecipeError, TopologyError
+from framework.mesh.token_layout import ContextSlices
 from framework.mesh.topology import shards_within_node
-from framework.plan.candidate import Candidate, Checkpointing, method_of, remember
+from framework.model.load import layer_configs
+from framework.model.stage import StageBounds, refuse_shared_layers, refuse_sliced_values
+from framework.parallel.attention import (
+    find_whole,
+    probe_causes,
+    refuse_sequence,
+    refuse_undivided_context,
+    refuse_uneven_heads,
+)
+from framework.parallel.experts.split import check_experts
+from framework.parallel.pipeline.pipeline import refuse_few_layers
+from framework.plan.candidate import Candidate, Checkpointing, method_of, recipe_of, remember
+from framework.plan.shape import DEGREES, ModelShape, refuse_dropped_layers
+from framework.recipe.check import FOLLOWING_KEYS, LAYOUT_KEYS, layout_rules
 from framework.recipe.derive import count_nodes, count_ranks, divisors
-from framework.recipe.layout_keys import value_of
-from framework.recipe.schema import Recipe
+from framework.recipe.keys import value_of
+from framework.recipe.layout_rules import EXPERT_KEYS
+from framework.recipe.problem import Problem
+from framework.recipe.schema import Parallel, Recipe
 
 # The fields of a candidate that each choice sets (of `offload`, which names), in the order in which they are chosen: what decides
 # most of a step's time first.
@@ -217,3 +237,172 @@ KEEPS: Mapping[str, Mapping[str, Keeps]] = {
     "zero": {"zero.stage": _keeps("zero.stage", "zero"), "zero.shard_within": _keeps_shard},
     "states": _keeps_offload("optimizer") | _keeps_offload("parameters"),
 }
+# --- constraints
+Kind = Literal["rule", "model", "memory", "node"]
+# The fields of a candidate on which the value of a key depends, in the recipe that `recipe_of` makes of it.
+FIELDS_OF_KEYS: dict[str, tuple[str, ...]] = {
+    **{f"parallel.{name}": (name,) for name in ("dp", "tp", "pp", "cp", "ep")},
+    "parallel.context": ("cp", "ulysses", "is_gather"),
+    "parallel.expert_tp": ("ep", "tp", "expert_tp"),
+    **dict.fromkeys(("parallel.sequence", "parallel.overlap", "memory.gathered_inputs"), ("sequence", "tp")),
+    **{f"parallel.{name}": ("ep",) for name in EXPERT_KEYS},
+    **dict.fromkeys(("pipeline.schedule", "pipeline.virtual_stages"), ("schedule", "virtual")),
+    "pipeline.layers": ("pp", "schedule", "virtual"),
+    "pipeline.table": (),
+    "pipeline.fill_bubbles": ("pp",),
+    **dict.fromkeys(("zero.stage", "zero.accumulate", "zero.keep_gathered", "zero.quantize_reduce"), ("zero",)),
+    **dict.fromkeys(("zero.quantize_gather", "zero.quantize_min_elements"), ("zero",)),
+    "zero.secondary_shard": ("zero", "shard", "dp", "cp", "tp", "pp"),
+    **dict.fromkeys(("zero.shard_within", "zero.optimizer_within"), ("zero", "shard", "dp", "cp")),
+    **{f"memory.{name}": ("checkpointing",) for name in ("activation_checkpointing", "kept_operations", "budget_gb")},
+    **{f"memory.offload.{name}": (f"offload.{name}",) for name in ("activations", "optimizer", "parameters")},
+    **{f"memory.offload.{name}": ("offload.optimizer",) for name in ("home", "disk_path")},
+    "batch.sequences_per_microbatch": ("sequences",),
+}
+
+
+def _as_reason(check: Callable[["ModelRules", Candidate], None]) -> Callable[["ModelRules", Candidate], str | None]:
+    """A check that gives what it would raise, in one line."""
+
+    def refuse(self: "ModelRules", c: Candidate) -> str | None:
+        try:
+            check(self, c)
+        except MeshwrightError as error:
+            return " ".join(str(error).split())
+        return None
+
+    return wraps(check)(refuse)
+
+
+@dataclass(frozen=True)
+class ModelRules:
+    """Degrees that a model cannot have: the reason in one line, or None. Rules of recipes (degrees that do not multiply to the
+    world, batches that do not divide) are not asked here."""
+
+    shape: ModelShape
+
+    def refuse(self, c: Candidate) -> str | None:
+        """The first reason against a candidate."""
+        return self.refuse_pp(c) or self.refuse_experts(c) or self.refuse_tp(c) or self.refuse_cp(c)
+
+    @remember(*DEGREES)
+    @_as_reason
+    def refuse_tp(self, c: Candidate) -> None:
+        """Refusal of a tensor-parallel degree: layers are laid out to find it."""
+        refuse_dropped_layers(self.shape.config, 1, c.tp)
+        self.shape.stage_units(StageBounds(0, 1, 0, self.shape.num_layers), c)
+
+    @remember("tp", "ep", "expert_tp")
+    @_as_reason
+    def refuse_experts(self, c: Candidate) -> None:
+        """Refusal of an expert-parallel degree. A dense model has nothing that expert_tp could divide."""
+        if c.ep > 1 or self.shape.mixtures:
+            check_experts(self.shape.whole, c.ep, self.shape.recipe.model.expert_capacity, c.expert_tp < c.tp)
+
+    @remember("pp", "schedule", "virtual", "tp", "context")
+    @_as_reason
+    def refuse_pp(self, c: Candidate) -> None:
+        """Refusal of a number of stages."""
+        refuse_dropped_layers(self.shape.config, c.pp, 1)
+        if c.pp > 1 or c.virtual > 1:
+            refuse_few_layers(self.shape.num_layers, self.shape.owners(c.pp, c.schedule, c.virtual))
+            stages = self.shape.stages(c.pp, c.schedule, c.virtual, c.context)
+            refuse_shared_layers(self.shape.config, self.shape.units, self.shape.ties, stages)
+            if not self.shape.layer_calls.is_plain:
+                refuse_sliced_values(self.shape.config, c.tp)
+
+    @remember("tp", "cp", "ulysses", "context", "sequence")
+    @_as_reason
+    def refuse_cp(self, c: Candidate) -> None:
+        """Refusal of a context-parallel degree and its method: a small copy of the model is run to find it."""
+        if c.cp > 1:
+            config, packs = self.shape.config, self.shape.recipe.data.isolates
+            refuse_uneven_heads(layer_configs(config), Parallel(tp=c.tp, cp=c.cp, context=[c.ulysses, c.ring]))
+            if mixers := find_whole(config, self.shape.recipe):
+                if c.tp > 1 and c.sequence:
+                    refuse_sequence(config, mixers)
+            else:
+                refuse_undivided_context(config, ContextSlices(c.context, c.ulysses, c.ring), packs, self._causes)
+
+    @cached_property
+    def _causes(self) -> tuple[Any, ...]:
+        return tuple(probe_causes(self.shape.config, self.shape.recipe.data.isolates))
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A rule that refuses layouts. fields: of the candidate, all that its answer depends on; ask: the reason, or None."""
+
+    kind: Kind
+    fields: tuple[str, ...]
+    ask: Callable[[Candidate], tuple[str, str] | None]
+
+    @cached_property
+    def refuse(self) -> Callable[[Candidate], tuple[str, str] | None]:
+        """(key, reason), asked once for all candidates that agree in its fields."""
+        # `offload` is one argument: its fields count as one name.
+        names = dict.fromkeys(name.partition(".")[0] for name in self.fields) or ("world",)
+
+        @remember(*names)
+        def refuse(self: Constraint, c: Candidate) -> tuple[str, str] | None:
+            return self.ask(c)
+
+        return partial(refuse, self)
+
+
+# All constraints, by the choice behind which they can be asked.
+Constraints = Mapping[str, tuple[Constraint, ...]]
+
+
+def collect_constraints(space: Space, model: ModelShape) -> Constraints:
+    """Collect the constraints of recipes and of the model, each at the choice behind which it can be asked."""
+    # Several rules are asked of a candidate one after another.
+    make = lru_cache(maxsize=1)(partial(recipe_of, base=space.base, pinned=space.pinned))
+    rules = [
+        Constraint("rule", fields_read(rule.reads), partial(_ask_rule, rule.find, make)) for rule in layout_rules()
+    ]
+    found = [*rules, *_model_constraints(model)]
+    return {choice: tuple(each for each in found if _last_choice(each.fields) == choice) for choice in CHOICES}
+
+
+def fields_read(reads: Iterable[str]) -> tuple[str, ...]:
+    """The fields of a candidate that a rule reads which reads these keys and groups."""
+    known = (*LAYOUT_KEYS, *FOLLOWING_KEYS)
+    keys = [key for read in reads for key in known if key == read or key.startswith(f"{read}.")]
+    return tuple(dict.fromkeys(name for key in keys for name in FIELDS_OF_KEYS[key]))
+
+
+def _last_choice(fields: Sequence[str]) -> str:
+    """The choice behind which all of these fields are set; the first one for a rule that needs none."""
+    first, *others = CHOICES
+    return next((choice for choice in reversed(others) if set(fields) & {*CHOICES[choice]}), first)
+
+
+def _ask_rule(
+    rule: Callable[[Recipe], Iterable[Problem]], make: Callable[[Candidate], Recipe], c: Candidate
+) -> tuple[str, str] | None:
+    problem = next(iter(rule(make(c))), None)
+    if problem is None:
+        return None
+    value = "" if problem.value is None else f"={problem.value}"
+    return problem.key, f"{problem.key}{value}: {problem.message}"
+
+
+def _model_constraints(shape: ModelShape) -> list[Constraint]:
+    rules = ModelRules(shape)
+
+    def ask(refusal: Callable[[Candidate], str | None], c: Candidate) -> tuple[str, str] | None:
+        reason = refusal(c)
+        return None if reason is None else ("", reason)
+
+    whole_experts = {"sequence": False, "ep": 1}
+    asked: list[tuple[tuple[str, ...], Callable[[Candidate], str | None]]] = [
+        # First what degrees alone are refused for, before other choices are made.
+        (("tp", "pp"), lambda c: rules.refuse_pp(c.changed({"schedule": "1f1b", "virtual": 1}))),
+        (("tp",), lambda c: rules.refuse_tp(c.changed(whole_experts | {"expert_tp": c.tp}))),
+        (("tp", "cp", "ulysses"), rules.refuse_cp),
+        (("ep", "expert_tp", "tp"), rules.refuse_experts),
+        (("tp", "sequence", "ep", "expert_tp"), rules.refuse_tp),
+        (("pp", "schedule", "virtual"), rules.refuse_pp),
+    ]
+    return [Constraint("model", fields, partial(ask, refusal)) for fields, refusal in asked]

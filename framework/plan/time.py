@@ -6,7 +6,7 @@
     gathers, reductions                               ZeRO's, beyond the computation beside them       sharding.py
     contention                                        computation slowed by messages that run beside it
     imbalance                                         waiting for the rank whose experts have most rows    operators.py
-    bubble                                            waiting of the slowest rank in the pipeline      bubble.py
+    bubble                                            waiting of the slowest rank in the pipeline      stage_times.py
     references                                        other forwards of a step that losses of preferences need
     optimizer, offload, checkpoint                    update and norm, states that travel, saves       sharding.py
     host                                              launching kernels
@@ -15,27 +15,25 @@ They are the slowest rank's. A step is a pipeline's actions one after another, t
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from framework.comm.codec import BlockCodec
 from framework.model.loss import is_fused
 from framework.model.precision import DTYPES
-from framework.model.stage import StageBounds
 from framework.parallel.activation_checkpointing import count_groups
 from framework.parallel.attention import find_stock_attention
 from framework.parallel.pipeline.simulate import Costs
 from framework.parallel.zero.row_codes import bytes_per_number
-from framework.plan.bubble import find_length, least_length
 from framework.plan.candidate import Candidate, remember
 from framework.plan.cluster import ClusterRates, Collective
 from framework.plan.exposure import NOTHING, Exposure, Groups, LayerMessages, hide, place_groups
-from framework.plan.forecast import TimeForecast
-from framework.plan.forecast_memory import MemoryModel
-from framework.plan.operators import LayerTimes, UnitWork, Work, read_operators, typical_document
+from framework.plan.forecast_memory import MemoryForecast, MemoryModel
+from framework.plan.operators import LayerTimes, UnitWork, read_operators, typical_document
 from framework.plan.profile import OURS, OURS_ON_GPUS, Profile, Rates
 from framework.plan.shape import DEGREES, ModelShape, RankUnit
-from framework.plan.sharding import ShardedUnit, Sharding, Update, expected_goodput
+from framework.plan.sharding import Sharding, Update, expected_goodput
+from framework.plan.stage_times import PipelineTimes, Seconds, StageForm, StageTime, UnitTime, find_length, least_length
 from framework.recipe.derive import compiles
 from framework.recipe.schema import Recipe
 
@@ -46,129 +44,51 @@ PARTS = (*KERNELS, *MESSAGES, "imbalance", "bubble", "references", "optimizer", 
 DIVISION = ("tp", "ep", "expert_tp", "cp", "ulysses", "is_gather", "sequence", "ranks_per_node")
 WORK = ("tokens", "sequences", "checkpointing", "adds", "offloads_activations", "splits_backward")
 
-Seconds = dict[str, float]
+
+@dataclass(frozen=True)
+class TimeForecast:
+    """Seconds of a step, of the rank that takes longest.
+
+    parts: what adds up to `step_s`: matmuls, attention, elementwise, recomputation, tp, cp, ep and pp that nothing hides,
+    bubble, gathers and reductions that nothing hides, contention, imbalance of experts, optimizer, offload, checkpoint, host
+    (`plan/time.py`).
+    hidden: seconds of communication behind computation, by axis. mfu: useful FLOPs over what the devices could do, by
+    `model/flops.py`: the same for every layout. goodput: share of the time that failures leave. hours, cost: of all of
+    train.steps, failures included; cost in the cluster's currency. estimated: share of the layers' FLOPs whose matmuls are not
+    known."""
+
+    parts: Mapping[str, float]
+    hidden: Mapping[str, float]
+    tokens: int
+    world: int
+    mfu: float
+    goodput: float = 1.0
+    hours: float = 0.0
+    cost: float = 0.0
+    estimated: float = 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all ranks together."""
+        return self.tokens / self.step_s
+
+    @property
+    def tokens_per_s_and_rank(self) -> float:
+        """Tokens of one rank."""
+        return self.tokens_per_s / self.world
 
 
 @dataclass(frozen=True)
-class StageForm:
-    """A stage as far as its time depends on it. layers: (kind, number of them), in order; bounds: of one such stage."""
+class Forecast:
+    """Memory and time of a layout."""
 
-    is_first: bool
-    is_last: bool
-    layers: tuple[tuple[int, int], ...]
-    bounds: StageBounds = field(compare=False)
-
-
-@dataclass(frozen=True)
-class UnitTime:
-    """A unit for one microbatch. exposures: of its messages, by axis. grouped: share of its forwards that run a second time to
-    bring back the input of another layer (activation checkpointing by groups). launched: seconds in which the host launches a
-    forward, which cannot take less; a backward takes the host twice as long."""
-
-    work: UnitWork
-    exposures: Mapping[str, Exposure] = field(default_factory=dict)
-    grouped: float = 0.0
-    launched: float = 0.0
-
-    @cached_property
-    def again(self) -> Work:
-        """Recomputation."""
-        return self.work.again + self.work.forward.times(self.grouped) if self.grouped else self.work.again
-
-    @cached_property
-    def forward(self) -> float:
-        """Seconds of its forward."""
-        return max(self._forward, self.launched)
-
-    @property
-    def _forward(self) -> float:
-        return self.work.forward.total + sum([each.forward for each in self.exposures.values()])
-
-    @cached_property
-    def input(self) -> float:
-        """Seconds of its input gradient, recomputation included."""
-        return max(self._input, 2 * self.launched - self.work.weight.total)
-
-    @property
-    def _input(self) -> float:
-        messages = sum([each.backward + self.grouped * each.forward for each in self.exposures.values()])
-        return self.work.input.total + self.again.total + messages
-
-    @property
-    def late(self) -> float:
-        """Seconds in which the device waits for the host."""
-        return self.forward - self._forward + self.input - self._input
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of forward and backward where no group of layers is computed again."""
-        whole = self.work.total + sum([each.forward + each.backward for each in self.exposures.values()])
-        return max(whole, 3 * self.launched)
-
-
-@dataclass
-class StageTime:
-    """A stage for one microbatch, and what it takes once a step."""
-
-    forward: float = 0.0
-    """Seconds of its forward; `input`, `weight`: of its input and weight gradients."""
-    input: float = 0.0
-    weight: float = 0.0
-    parts: Seconds = field(default_factory=dict)
-    """The same seconds by part; `hidden`: of messages under computation, by axis."""
-    hidden: Seconds = field(default_factory=dict)
-    units: list[ShardedUnit] = field(default_factory=list)
-    """Units that ZeRO shards, in order of computation."""
-    once: Seconds = field(default_factory=dict)
-    """Seconds of a step, whatever the number of microbatches; `hidden_once` likewise."""
-    hidden_once: Seconds = field(default_factory=dict)
-    owned: float = 0.0
-    """Parameters (elements) that the rank's optimizer updates."""
-
-    @property
-    def microbatch(self) -> float:
-        """Seconds of one microbatch."""
-        return self.forward + self.input + self.weight
-
-    def add(self, unit: UnitTime, count: int, elements: tuple[float, float], end: str = "") -> None:
-        """Add equal units. elements: (dense, of experts) of one on a rank, before ZeRO; end: embedding or head, "" for layers."""
-        work, again = unit.work, unit.again
-        self.forward += count * unit.forward
-        self.input += count * unit.input
-        self.weight += count * work.weight.total
-        computed = work.forward + work.input + work.weight
-        for name, seconds in (
-            ("matmuls", computed.matmuls - work.uneven),
-            ("imbalance", work.uneven),
-            ("attention", computed.attention),
-            ("elementwise", computed.elementwise),
-            ("recomputation", again.total),
-            ("host", unit.late),
-            *((axis, each.forward * (1 + unit.grouped) + each.backward) for axis, each in unit.exposures.items()),
-        ):
-            self.parts[name] = self.parts.get(name, 0.0) + count * seconds
-        for axis, each in unit.exposures.items():
-            self.hidden[axis] = self.hidden.get(axis, 0.0) + count * each.hidden
-        backward = unit.input + work.weight.total
-        self.units.append(ShardedUnit(*elements, unit.forward, backward, count, end == "embedding", end == "head"))
-
-
-@dataclass(frozen=True)
-class PipelineTimes:
-    """All ranks of a pipeline. stages: in order; by rank: seconds of its microbatches (busy), of what comes once a step (late),
-    the update's parts, elements that it updates."""
-
-    stages: Sequence[StageTime]
-    busy: Sequence[float]
-    late: Sequence[float]
-    updates: Sequence[Mapping[str, float]]
-    owned: Sequence[float]
-
-    @cached_property
-    def slowest(self) -> int:
-        """The rank whose own work takes longest."""
-        totals = [busy + late for busy, late in zip(self.busy, self.late, strict=True)]
-        return totals.index(max(totals))
+    memory: MemoryForecast
+    time: TimeForecast
 
 
 class TimeModel:

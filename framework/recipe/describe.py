@@ -15,9 +15,8 @@ from framework.recipe.derive import (
     overlaps_matmuls,
     unpadded_lengths,
 )
+from framework.recipe.files import find_file, list_options
 from framework.recipe.keys import flatten, list_groups, list_keys, plain
-from framework.recipe.origins import find_file
-from framework.recipe.overrides import list_options
 from framework.recipe.problem import find_width, show
 from framework.recipe.schema import Data, Recipe
 

@@ -21,9 +21,8 @@ from omegaconf._utils import get_yaml_loader
 from framework.errors import EXIT_DONE, RecipeError
 from framework.recipe.compose import compose
 from framework.recipe.convert import MANDATORY
-from framework.recipe.keys import flatten, nest
+from framework.recipe.keys import FORMS, STAGES, flatten, names_of, nest, normalize, read_table, suffixes
 from framework.recipe.problem import render_problems, show
-from framework.recipe.suggest import FORMS, STAGES, names_of, normalize, read_table, suffixes
 
 # Forms of conversations, with the field that has them where a file names none.
 CHATS = MappingProxyType({"chat_template": "messages", "sharegpt": "conversations", "alpaca": "instruction"})

@@ -1,13 +1,22 @@
-"""The schema's keys as a flat list, for help, suggestions and errors; and the recipe as a tree of dotted keys."""
+"""The schema's keys as a flat list, for help and errors; the recipe as a tree of dotted keys; and advice on wrong names and
+values.
 
+A wrong name is our own key misspelt or misplaced, or another system's name for it (`foreign.yaml`).
+"""
+
+import difflib
 import types
 import typing
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from operator import attrgetter
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
+
+import yaml
 
 from framework.recipe.schema import Recipe
 
@@ -47,17 +56,17 @@ class Key:
 def list_keys(group: type = Recipe, path: str = "") -> Iterator[Key]:
     """Every key below `group`, in the schema's order; `path` is the group's own."""
     kinds = typing.get_type_hints(group)
-    for field in fields(group):
-        where = join(path, field.name)
-        kind = kinds[field.name]
+    for each in fields(group):
+        where = join(path, each.name)
+        kind = kinds[each.name]
         if is_dataclass(kind):
             yield from list_keys(typing.cast(type, kind), where)
         elif named := named_group(kind):
             yield from list_keys(named, join(where, NAME))
         else:
-            default = field.default if field.default_factory is MISSING else field.default_factory()
-            more = {name: field.metadata[name] for name in ("low", "high", "registry")}
-            yield Key(where, kind, field.metadata["doc"], default, **more)
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            more = {name: each.metadata[name] for name in ("low", "high", "registry")}
+            yield Key(where, kind, each.metadata["doc"], default, **more)
 
 
 @cache
@@ -170,3 +179,200 @@ def _range(low: float | None, high: float | None) -> str:
     if low is not None and high is not None:
         return f" from {low:g} to {high:g}"
     return "" if low is None else f" of at least {low:g}"
+
+
+# --- advice on wrong names and values
+
+FEW_KEYS = 8  # of a group, which a message can name
+_ALIKE = 0.72  # ratio below which a suggestion is more likely noise than help
+TABLE = Path(__file__).with_name("foreign.yaml")
+# Sections of the table that are of no system.
+OUR_VALUES, FORMS, STAGES = "our values", "forms", "zero stages"
+# The section of names that no system can be told by.
+OTHERS = "others"
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A name of another system, as `foreign.yaml` has it."""
+
+    system: str
+    # Our key; empty where nothing has its meaning.
+    key: str = ""
+    # Our values by theirs, in lower case, where they have other names.
+    values: Mapping[str, Any] = field(default_factory=dict)
+    # The form in which other values, or all, are written here.
+    note: str = ""
+    # A difference that remains.
+    differs: str = ""
+
+    def settings(self, value: Any) -> dict[str, Any] | None:
+        """Our key with our value for theirs; empty where there is nothing to say, None where there is no counterpart."""
+        if not self.values:
+            return {self.key: value} if self.key else None
+        theirs = "none" if value is None else str(value).lower()
+        if theirs in self.values:
+            ours = self.values[theirs]
+            return {self.key: ours} if self.key else ({} if ours == "" else None)
+        # Numbers need no other name: of zero.shard_within only -1 does.
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return {self.key: value} if self.key and is_number else None
+
+
+def nearest(name: str, names: Iterable[str], count: int = 1) -> list[str]:
+    """The most similar of `names`, best first; none where nothing is similar."""
+    return difflib.get_close_matches(name, list(names), n=count, cutoff=0.6)
+
+
+def explain_unknown(path: str, value: Any = None) -> str:
+    """Advice on the unknown key `path` (dotted), and on its value where another system's has another name here."""
+    if found := explain_place(path) or explain_name(path, value):
+        return found
+    if "." not in path and (
+        match := nearest(path, [*list_groups(), "experiment"])
+    ):  # as in modle=gpt2, optim/shedule=wsd
+        return f"did you mean {match[0]}?"
+    return _explain_similar(path) or _explain_list(path)
+
+
+def explain_place(path: str) -> str:
+    """Advice on a known key in the wrong place of a file, which also explains everything below the name; else empty."""
+    parts = path.split(".")
+    if parts[:2] == ["train", "stages"] and ".".join(parts[3:]) in list_paths():
+        return f"state {'.'.join(parts[3:])} outside of train.stages: it is the same in all stages of a run"
+    if parts[0] == "experiment":
+        return "an experiment's file begins with the line `# @package _global_`"
+    if path in list_paths():
+        return f"a file nests its keys, without dots: `{parts[0]}: {{{'.'.join(parts[1:])}: ...}}`"
+    for i in range(1, len(parts)):
+        without = ".".join(parts[: i - 1] + parts[i:])
+        if parts[i] == parts[i - 1] and any(f"{key}.".startswith(f"{without}.") for key in list_paths()):
+            return (
+                f"leave out `{parts[i]}:`; a file in the folder {'/'.join(parts[:i])} is placed below that key already"
+            )
+    return ""
+
+
+def _explain_similar(path: str) -> str:
+    """A key of that name in a group within its own; a misspelt key of the group in which it was written; else the key whose whole
+    path, or last part, looks most alike."""
+    group, _, name = path.rpartition(".")
+    if deeper := [key for key in list_paths() if key.startswith(f"{group}.") and key.endswith(f".{name}")]:
+        return f"did you mean {deeper[0]}?"
+    beside = [key.rpartition(".")[2] for key in _list_siblings(group)]
+    if match := nearest(name, beside):
+        return f"did you mean {join(group, match[0])}?"
+
+    def likeness(key: str) -> tuple[float, float]:
+        own = key.rpartition(".")[2]
+        whole = difflib.SequenceMatcher(None, path, key).ratio()
+        last = difflib.SequenceMatcher(None, name, own).ratio()
+        contains = len(name) > 3 and name in own  # warmup, in warmup_steps
+        return max(whole, 0.9 * last, 0.85 * contains), whole
+
+    best = max(list_paths(), key=likeness)
+    return f"did you mean {best}?" if likeness(best)[0] >= _ALIKE else ""
+
+
+def _explain_list(path: str) -> str:
+    """Where to look: the keys beside it if they are few, else the command that lists them."""
+    group = path.rpartition(".")[0]
+    siblings = [key.rpartition(".")[2] for key in _list_siblings(group)] if group else []
+    if 0 < len(siblings) <= FEW_KEYS:
+        return f"the keys of {group} are {', '.join(siblings)}"
+    return (
+        f"`meshwright check --keys {group}.` lists all keys of {group}"
+        if siblings
+        else "`meshwright check --keys` lists all keys"
+    )
+
+
+def _list_siblings(group: str) -> list[str]:
+    """Keys of the schema's group that `group` is, as data.sources.NAME is data.sources.web."""
+    pattern = [{part, NAME} for part in group.split(".")]
+    return [
+        key
+        for key in list_paths()
+        if len(places := key.split(".")[:-1]) == len(pattern) and all(map(set.__contains__, pattern, places))
+    ]
+
+
+@cache
+def read_table() -> Mapping[str, Mapping[str, Any]]:
+    """The sections of the table."""
+    return MappingProxyType(yaml.safe_load(TABLE.read_text(encoding="utf-8")))
+
+
+@cache
+def names_of(system: str) -> Mapping[str, Foreign]:
+    """The names of one system."""
+    shown = "" if system == OTHERS else system
+    return MappingProxyType({name: _read(shown, entry) for name, entry in read_table()[system].items()})
+
+
+def list_systems() -> list[str]:
+    """The systems, the one that explains a shared name first."""
+    return [system for system in read_table() if system not in (OUR_VALUES, FORMS, STAGES)]
+
+
+@cache
+def foreign_names() -> Mapping[str, Foreign]:
+    """All names; where two systems share one the first stands for both."""
+    table: dict[str, Foreign] = {}
+    for system in list_systems():
+        for name, entry in names_of(system).items():
+            table.setdefault(name, entry)
+    return MappingProxyType(table)
+
+
+def normalize(path: str) -> str:
+    """A name as the table has it: lower case, with underscores."""
+    return path.lower().replace("-", "_").lstrip("_")
+
+
+def suffixes(path: str) -> Iterator[str]:
+    """A dotted name with ever more of what stands before it left out."""
+    parts = normalize(path).split(".")
+    return (".".join(parts[start:]) for start in range(len(parts)))
+
+
+def explain_name(path: str, value: Any = None) -> str:
+    """Our key or sentence for another system's name, with or without its section, and our value for theirs where it has another
+    name here; empty where nobody has such a name."""
+    table = foreign_names()
+    name = next((name for name in suffixes(path) if name in table), None)
+    if name is None:
+        return ""
+    found = table[name]
+    if not found.key:
+        is_known = value is not None and found.settings(value) == {}
+        return f"leave it out: {found.note}" if is_known else found.note
+    if value is None and list(found.values) == ["true"]:  # a switch, which is asked for to be on
+        value = True
+    settings = found.settings(value) if found.values and value is not None else None
+    ours = (
+        found.key
+        if not settings
+        else f"{found.key}={'null' if settings[found.key] is None else str(settings[found.key])}"
+    )
+    shown = f"{ours} ({found.system}: {name})" if found.system else ours
+    note = found.differs if settings else found.note or found.differs
+    return f"{shown}: {note}" if note else shown
+
+
+def explain_value(key: str, value: Any) -> str:
+    """Advice on another system's value of our key; empty where nobody has such a value."""
+    known = read_table()[OUR_VALUES].get(key, {})
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and "number" in known:
+        return f"{known['number']}={value}"
+    theirs = str(value).lower()
+    return f"{key}={known[theirs]}" if theirs in known else ""
+
+
+def _read(system: str, entry: str | Mapping[str, Any]) -> Foreign:
+    if not isinstance(entry, str):
+        return Foreign(
+            system, entry["key"], MappingProxyType(entry["values"]), entry.get("note", ""), entry.get("differs", "")
+        )
+    return Foreign(system, note=entry) if " " in entry else Foreign(system, entry)

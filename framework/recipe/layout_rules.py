@@ -23,7 +23,7 @@ from framework.recipe.derive import (
     ulysses_degrees,
 )
 from framework.recipe.derive import count_context_parts as count_parts
-from framework.recipe.problem import COUNTED, DEGREES, Problem, Rule, refuse, refuse_useless, rule
+from framework.recipe.problem import COUNTED, DEGREES, Findings, Problem, Rule, refuse, refuse_useless, rule
 from framework.recipe.schema import Parallel, Pipeline, Recipe
 
 # Why the optimizer has to have weights of its own beside some compute dtypes.
@@ -38,21 +38,20 @@ NO_MASTER = {
 
 
 @rule("parallel.dp", "launch.spares", *COUNTED)
-def node_range(recipe: Recipe) -> Iterator[Problem]:
+def node_range(recipe: Recipe) -> Findings:
     """A range of nodes, or spare ones. `submit` finds out whether each number of nodes can be laid out."""
     launch, parallel = recipe.launch, recipe.parallel
     if launch.spares and launch.kind == "local":
         message = "spare nodes are SLURM's, and launch.kind=local trains on this machine"
-        yield refuse(recipe, "launch.spares", message, "launch.spares=0; or launch=slurm and `meshwright submit`")
+        yield "launch.spares", message, "launch.spares=0; or launch=slurm and `meshwright submit`"
     if launch.nodes is None or isinstance(launch.nodes, int):
         return
     least, most = launch.nodes
     if launch.kind == "local":
         message = "nodes are SLURM's, and launch.kind=local trains on this machine"
-        yield refuse(recipe, "launch.nodes", message, "launch.nodes=null; or launch=slurm and `meshwright submit`")
+        yield "launch.nodes", message, "launch.nodes=null; or launch=slurm and `meshwright submit`"
     elif least > most:
-        message = "the least number of nodes comes first"
-        yield refuse(recipe, "launch.nodes", message, f"launch.nodes=[{most},{least}]")
+        yield "launch.nodes", "the least number of nodes comes first", f"launch.nodes=[{most},{least}]"
     elif has_range(launch):
         for key, value in (("launch.ranks", launch.ranks), ("parallel.dp", parallel.dp)):
             if value is not None:
@@ -61,39 +60,38 @@ def node_range(recipe: Recipe) -> Iterator[Problem]:
 
 
 @rule("launch", *DEGREES)
-def placement(recipe: Recipe) -> Iterator[Problem]:
+def placement(recipe: Recipe) -> Findings:
     """A tensor-parallel group communicates in every layer: it stays within a node, unless the recipe allows otherwise."""
     tp, nodes = recipe.parallel.tp, count_nodes(recipe)
     here = count_ranks(recipe) // nodes
     if nodes > 1 and here % tp and not recipe.launch.tp_across_nodes:
         message = f"a tensor-parallel group of {tp} would lie on two nodes, which have {here} ranks each"
         legal = " or ".join(map(str, divisors(here)))
-        yield refuse(recipe, "parallel.tp", message, f"parallel.tp={legal}; or launch.tp_across_nodes=true")
+        yield "parallel.tp", message, f"parallel.tp={legal}; or launch.tp_across_nodes=true"
 
 
 # --- context parallelism
 
 
 @rule("parallel.cp", "parallel.context")
-def context_method(recipe: Recipe) -> Iterator[Problem]:
+def context_method(recipe: Recipe) -> Findings:
     """The Ulysses and the ring degree multiply to cp; a method needs ranks that divide sequences."""
     key, found, cp = "parallel.context", recipe.parallel.context, recipe.parallel.cp
     if isinstance(found, list):
         pairs = " or ".join(f"[{u},{cp // u}]" for u in divisors(cp))
         if len(found) != 2:
-            message = "a list is of two degrees, the Ulysses and the ring degree"
-            yield refuse(recipe, key, message, f"{key}={pairs}")
+            yield key, "a list is of two degrees, the Ulysses and the ring degree", f"{key}={pairs}"
         elif found[0] * found[1] != cp:
             ranks = found[0] * found[1]
             message = f"{found[0]} * {found[1]} = {ranks} ranks divide a sequence, but parallel.cp={cp}"
-            yield refuse(recipe, key, message, f"{key}={pairs}; or parallel.cp={ranks}")
+            yield key, message, f"{key}={pairs}; or parallel.cp={ranks}"
     elif cp == 1 and found != Parallel().context:
         message = "with parallel.cp=1 every rank has whole sequences, so it would do nothing"
-        yield refuse(recipe, key, message, f"{key}={Parallel().context}, the default; or parallel.cp=2 or more")
+        yield key, message, f"{key}={Parallel().context}, the default; or parallel.cp=2 or more"
 
 
 @rule("parallel.cp", "parallel.context", "batch.context")
-def context_length(recipe: Recipe) -> Iterator[Problem]:
+def context_length(recipe: Recipe) -> Findings:
     """Every rank has a token of every sequence. Other lengths that do not divide are padded (`unpadded_lengths`)."""
     context, (ulysses, ring) = recipe.batch.context, context_degrees(recipe.parallel)
     if has_tokens_everywhere(context, ulysses, ring):
@@ -102,11 +100,11 @@ def context_length(recipe: Recipe) -> Iterator[Problem]:
     longer = list(islice((n for n in count(context) if has_tokens_everywhere(n, ulysses, ring)), 2))
     message = f"cut into {parts} parts for parallel.cp={ulysses * ring}, it leaves a rank without a token"
     fix = f"batch.context={longer[0]} or {longer[1]}, or a multiple of {parts}; or a smaller parallel.cp"
-    yield refuse(recipe, "batch.context", message, fix)
+    yield "batch.context", message, fix
 
 
 @rule("parallel.tp", "parallel.cp", "parallel.context", "model.config")
-def context_heads(recipe: Recipe) -> Iterator[Problem]:
+def context_heads(recipe: Recipe) -> Findings:
     """Ulysses gives each rank some of the heads, where the recipe says how many there are; a plan knows it for all models."""
     parallel, heads = recipe.parallel, recipe.model.config.get("num_attention_heads")
     if isinstance(heads, int) and heads % parallel.tp == 0:
@@ -125,11 +123,11 @@ def find_uneven_heads(parallel: Parallel, heads: int) -> Iterator[Problem]:
 
 
 @rule("parallel.cp", "model.attention")
-def context_attention(recipe: Recipe) -> Iterator[Problem]:
+def context_attention(recipe: Recipe) -> Findings:
     """Attention across ranks is Meshwright's: an implementation of Hugging Face's would not be asked."""
     if recipe.parallel.cp > 1 and recipe.model.attention != "auto":
         message = f"with parallel.cp={recipe.parallel.cp} attention is computed by Meshwright, across ranks"
-        yield refuse(recipe, "model.attention", message, "model.attention=auto")
+        yield "model.attention", message, "model.attention=auto"
 
 
 # --- experts
@@ -143,13 +141,13 @@ EXPERT_KEYS = ("expert_overlap", "expert_hierarchical", "expert_dispatch", "expe
     *(f"model.{name}" for name in ("experts", "expert_capacity", "expert_drop")),
     *("batch.sequences_per_microbatch", "memory.compile"),
 )
-def experts(recipe: Recipe) -> Iterator[Problem]:
+def experts(recipe: Recipe) -> Findings:
     parallel, inner = recipe.parallel, recipe.parallel.expert_hierarchical
     if recipe.model.experts != "auto" and (parallel.ep > 1 or recipe.model.expert_capacity is not None):
         message = (
             "experts that tokens are sent to are multiplied by Meshwright, not by an implementation of Hugging Face's"
         )
-        yield refuse(recipe, "model.experts", message, "model.experts=auto")
+        yield "model.experts", message, "model.experts=auto"
     if recipe.model.expert_capacity is None:
         message = "without model.expert_capacity nothing is dropped"
         yield from refuse_useless(recipe, "model.expert_drop", message, "model.expert_capacity=1.25")
@@ -160,22 +158,22 @@ def experts(recipe: Recipe) -> Iterator[Problem]:
     elif isinstance(inner, int) and parallel.ep % inner:
         legal = ", ".join(map(str, divisors(parallel.ep)))
         message = f"does not divide the parallel.ep={parallel.ep} ranks that have different experts"
-        yield refuse(recipe, "parallel.expert_hierarchical", message, f"one of {legal}; node; or null")
+        yield "parallel.expert_hierarchical", message, f"one of {legal}; node; or null"
     if parallel.ep > 1 and parallel.expert_backend == "deepep":
         yield from _deep_ep(recipe)
     if parallel.ep > 1 and parallel.expert_overlap:
         key = "parallel.expert_overlap"
         if recipe.batch.sequences_per_microbatch == 1:
             message = "a microbatch of one sequence has no halves: batch.sequences_per_microbatch=1"
-            yield refuse(recipe, key, message, "batch.sequences_per_microbatch=2; or parallel.expert_overlap=false")
+            yield key, message, "batch.sequences_per_microbatch=2; or parallel.expert_overlap=false"
         if recipe.memory.compile == "always":
             message = (
                 "halves of a layer compute by turns, also backward, and memory.compile=always makes a layer one graph"
             )
-            yield refuse(recipe, key, message, "memory.compile=never; or parallel.expert_overlap=false")
+            yield key, message, "memory.compile=never; or parallel.expert_overlap=false"
 
 
-def _deep_ep(recipe: Recipe) -> Iterator[Problem]:
+def _deep_ep(recipe: Recipe) -> Findings:
     """Options that DeepEP's kernels do not have."""
     reasons = {
         "expert_dispatch": "its codes are of other blocks than ours, which `verify` rounds by",
@@ -187,20 +185,20 @@ def _deep_ep(recipe: Recipe) -> Iterator[Problem]:
         yield from refuse_useless(recipe, f"parallel.{name}", message, "parallel.expert_backend=own")
     if (recipe.parallel.expert_tp or 1) > 1:
         message = "parallel.expert_backend=deepep takes neighbours, and ranks of ep with slices of experts are tp apart"
-        yield refuse(recipe, "parallel.expert_tp", message, "parallel.expert_tp=1; or parallel.expert_backend=own")
+        yield "parallel.expert_tp", message, "parallel.expert_tp=1; or parallel.expert_backend=own"
 
 
 # --- ZeRO and sequence parallelism
 
 
 @rule(*DEGREES, *COUNTED, "zero")
-def zero(recipe: Recipe) -> Iterator[Problem]:
+def zero(recipe: Recipe) -> Findings:
     stage, within = recipe.zero.stage, recipe.zero.shard_within
     batch = count_ranks(recipe) // (recipe.parallel.tp * recipe.parallel.pp)
     if isinstance(within, int) and batch % within:
         message = f"does not divide the {batch} ranks among which is sharded (dp * cp)"
         legal = ", ".join(map(str, divisors(batch)))
-        yield refuse(recipe, "zero.shard_within", message, f"one of {legal}; or null for all")
+        yield "zero.shard_within", message, f"one of {legal}; or null for all"
     if stage and within is None:
         message = "zero.shard_within=null leaves no replicas: all ranks divide the optimizer state already"
         yield from refuse_useless(recipe, "zero.optimizer_within", message, "zero.shard_within=node")
@@ -213,7 +211,7 @@ def zero(recipe: Recipe) -> Iterator[Problem]:
 
 
 @rule(*DEGREES, *COUNTED, "zero", "memory.offload.home", "memory.offload.optimizer")
-def quantized(recipe: Recipe) -> Iterator[Problem]:
+def quantized(recipe: Recipe) -> Findings:
     zero, copied, key = recipe.zero, recipe.zero.secondary_shard, "zero.secondary_shard"
     if zero.quantize_gather == zero.quantize_reduce == "none":
         message = "with zero.quantize_gather=none and zero.quantize_reduce=none the recipe quantizes nothing"
@@ -223,7 +221,7 @@ def quantized(recipe: Recipe) -> Iterator[Problem]:
         yield from refuse_useless(recipe, "zero.quantize_reduce", message, "launch=slurm on several nodes")
     if zero.quantize_gather != "none" and recipe.memory.offload.optimizer and recipe.memory.offload.home == "disk":
         message = "masters on a disk come in pieces, which cut the blocks that are quantized"
-        yield refuse(recipe, "zero.quantize_gather", message, "none; or memory.offload.home=host")
+        yield "zero.quantize_gather", message, "none; or memory.offload.home=host"
     if zero.stage < 3 or copied is None:
         return
     batch, ranks = count_ranks(recipe) // (recipe.parallel.tp * recipe.parallel.pp), count_ranks(recipe)
@@ -237,13 +235,11 @@ def quantized(recipe: Recipe) -> Iterator[Problem]:
         yield from refuse_useless(recipe, key, f"{message} ranks", "more nodes, or zero.shard_within=null")
     elif isinstance(copied, int) and (copied >= shard or shard % copied):
         legal = ", ".join(map(str, divisors(shard)[1:-1])) or "none"
-        yield refuse(
-            recipe, key, f"is no part of the {shard} ranks that hold the shards", f"one of {legal}; node; or null"
-        )
+        yield key, f"is no part of the {shard} ranks that hold the shards", f"one of {legal}; node; or null"
 
 
 @rule("parallel.sequence", "parallel.overlap", "memory.gathered_inputs")
-def sequence(recipe: Recipe) -> Iterator[Problem]:
+def sequence(recipe: Recipe) -> Findings:
     if recipe.parallel.sequence:
         return
     message, way = "parallel.sequence=false gathers no inputs, so it would do nothing", "parallel.sequence=true"
@@ -256,7 +252,7 @@ def sequence(recipe: Recipe) -> Iterator[Problem]:
 
 
 @rule("parallel.pp", *(f"pipeline.{name}" for name in ("schedule", "virtual_stages", "layers", "table")))
-def stages(recipe: Recipe) -> Iterator[Problem]:
+def stages(recipe: Recipe) -> Findings:
     pipeline, pp, virtual = recipe.pipeline, recipe.parallel.pp, count_virtual_stages(recipe.pipeline)
     legal = "2 or more" if pipeline.schedule == "interleaved" else str(VIRTUAL_STAGES.get(pipeline.schedule, 1))
     if pipeline.table is None and (virtual < 2 if legal == "2 or more" else str(virtual) != legal):
@@ -265,25 +261,24 @@ def stages(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("pipeline.virtual_stages", virtual, message, fix)
     elif isinstance(pipeline.layers, list) and (len(pipeline.layers) != pp * virtual or min(pipeline.layers) < 1):
         message = f"needs a number of layers, at least 1, for each of pp * virtual_stages = {pp} * {virtual} stages"
-        yield refuse(recipe, "pipeline.layers", message, "null, to cut by cost; or as many numbers")
+        yield "pipeline.layers", message, "null, to cut by cost; or as many numbers"
     if pipeline.table is not None and pipeline.schedule != Pipeline().schedule:
-        message = f"pipeline.table={pipeline.table} is a schedule as well"
-        yield refuse(recipe, "pipeline.schedule", message, "leave one of them out")
+        yield "pipeline.schedule", f"pipeline.table={pipeline.table} is a schedule as well", "leave one of them out"
 
 
 @rule("parallel.pp", "pipeline.fill_bubbles", "train.validate_every_steps")
-def bubbles(recipe: Recipe) -> Iterator[Problem]:
+def bubbles(recipe: Recipe) -> Findings:
     key = "pipeline.fill_bubbles"
     if recipe.parallel.pp == 1:
         message = "one stage is never idle: there are no bubbles with parallel.pp=1"
         yield from refuse_useless(recipe, key, message, "parallel.pp=2 or more")
     elif recipe.pipeline.fill_bubbles != "none" and recipe.train.validate_every_steps is None:
         message = "there is no validation: train.validate_every_steps=null"
-        yield refuse(recipe, key, message, f"{key}=none; or train.validate_every_steps=100")
+        yield key, message, f"{key}=none; or train.validate_every_steps=100"
 
 
 @rule(*DEGREES, *COUNTED, "batch", "pipeline.schedule", "pipeline.table")
-def microbatches(recipe: Recipe) -> Iterator[Problem]:
+def microbatches(recipe: Recipe) -> Findings:
     if recipe.pipeline.schedule != "dualpipe_v" or recipe.pipeline.table is not None:
         return
     pp, each = recipe.parallel.pp, count_dp(recipe) * recipe.batch.sequences_per_microbatch
@@ -291,7 +286,7 @@ def microbatches(recipe: Recipe) -> Iterator[Problem]:
     if there < needed:
         message = f"dualpipe_v on {pp} ranks needs {needed} microbatches in a step, and there are {there}"
         fix = f"batch.sequences_per_step={needed * each} or more; or pipeline.schedule=zbv"
-        yield refuse(recipe, "pipeline.schedule", message, fix)
+        yield "pipeline.schedule", message, fix
 
 
 # --- memory
@@ -301,13 +296,13 @@ def microbatches(recipe: Recipe) -> Iterator[Problem]:
     *(f"memory.{name}" for name in ("activation_checkpointing", "kept_operations", "budget_gb", "compile")),
     *("parallel.tp", "parallel.sequence", "parallel.overlap"),
 )
-def checkpointing(recipe: Recipe) -> Iterator[Problem]:
+def checkpointing(recipe: Recipe) -> Findings:
     memory, key = recipe.memory, "memory.activation_checkpointing"
     policy = memory.activation_checkpointing
     chooses = policy in ("selective", "auto")
     if policy == "auto" and memory.budget_gb is None:
         message = "chooses by memory.budget_gb, which is not set: a plan does not know what else a device holds"
-        yield refuse(recipe, key, message, "memory.budget_gb=70; or memory.activation_checkpointing=selective")
+        yield key, message, "memory.budget_gb=70; or memory.activation_checkpointing=selective"
     if policy != "auto":
         message = f"is met by memory.activation_checkpointing=auto only, not by {policy}"
         yield from refuse_useless(recipe, "memory.budget_gb", message, f"{key}=auto")
@@ -318,14 +313,14 @@ def checkpointing(recipe: Recipe) -> Iterator[Problem]:
         message = (
             f"chooses what is kept within one graph of a compiled layer; with {obstacle} graphs end at tp's regions"
         )
-        yield refuse(recipe, key, message, f"{key}=full; or parallel.overlap=never")
+        yield key, message, f"{key}=full; or parallel.overlap=never"
 
 
 @rule(
     *("memory.offload", "zero.stage", "launch.device"),
     *("precision.moments", "precision.master", "model.router_bias_rate"),
 )
-def offload(recipe: Recipe) -> Iterator[Problem]:
+def offload(recipe: Recipe) -> Findings:
     offload, stage = recipe.memory.offload, recipe.zero.stage
     if recipe.launch.device == "cpu":
         yield from find_offload_to_device(recipe)
@@ -335,11 +330,11 @@ def offload(recipe: Recipe) -> Iterator[Problem]:
             f"with zero.stage={stage} whole parameters are resident on the device: there are no shards to fetch in turn"
         )
         fix = "zero.stage=3; or memory.offload.parameters=0 and memory.offload.optimizer=1"
-        yield refuse(recipe, "memory.offload.parameters", message, fix)
+        yield "memory.offload.parameters", message, fix
 
 
 @rule("memory.offload.activations", "memory.activation_checkpointing", "launch.device")
-def activation_offload(recipe: Recipe) -> Iterator[Problem]:
+def activation_offload(recipe: Recipe) -> Findings:
     key, policy = "memory.offload.activations", recipe.memory.activation_checkpointing
     if recipe.memory.offload.activations and policy not in ("none", "full"):
         message = (
@@ -347,12 +342,12 @@ def activation_offload(recipe: Recipe) -> Iterator[Problem]:
             " offload does not reach"
         )
         other = "full or none" + (" and ~memory.budget_gb" if policy == "auto" else "")
-        yield refuse(recipe, key, message, f"{key}=0; or memory.activation_checkpointing={other}")
+        yield key, message, f"{key}=0; or memory.activation_checkpointing={other}"
     if recipe.launch.device == "cpu":  # reported by the rule of all offload; a search asks this one first
         yield from (problem for problem in find_offload_to_device(recipe) if problem.key == key)
 
 
-def _disk(recipe: Recipe) -> Iterator[Problem]:
+def _disk(recipe: Recipe) -> Findings:
     offload = recipe.memory.offload
     if offload.home == "host":
         message = "nothing is written there: memory.offload.home is host"
@@ -363,23 +358,21 @@ def _disk(recipe: Recipe) -> Iterator[Problem]:
     if offload.activations and recipe.launch.device != "cpu":
         key = "memory.offload.activations"
         message = "memory.offload.home=disk is for masters and moments: activations go to the host's memory only"
-        yield refuse(recipe, key, message, f"{key}=0{host}")
+        yield key, message, f"{key}=0{host}"
     if offload.disk_path is None:
         message = "home=disk needs a folder for the files of the states"
-        fix = "name a folder on a disk of each node; or home=host"
-        yield refuse(recipe, "memory.offload.disk_path", message, fix)
+        yield "memory.offload.disk_path", message, "name a folder on a disk of each node; or home=host"
     if not offload.optimizer:
         message = "no unit's states go to that disk: memory.offload.optimizer is 0"
         yield from refuse_useless(recipe, "memory.offload.home", message, "memory.offload.optimizer=1")
     if recipe.model.router_bias_rate:
         message = "biases of routers are moved in memory, and may be parameters whose masters are on the disk"
-        yield refuse(recipe, "model.router_bias_rate", message, f"model.router_bias_rate=0{host}")
+        yield "model.router_bias_rate", message, f"model.router_bias_rate=0{host}"
     if recipe.precision.moments != "fp32":
-        message = "moments of few bits are kept and rounded in memory"
-        yield refuse(recipe, "precision.moments", message, f"precision.moments=fp32{host}")
+        yield "precision.moments", "moments of few bits are kept and rounded in memory", f"precision.moments=fp32{host}"
     if recipe.precision.master == "none":
         message = "weights without a master are widened and rounded in memory"
-        yield refuse(recipe, "precision.master", message, f"precision.master=fp32{host}")
+        yield "precision.master", message, f"precision.master=fp32{host}"
 
 
 def find_offload_to_device(recipe: Recipe) -> Iterator[Problem]:
@@ -399,14 +392,14 @@ def find_offload_to_device(recipe: Recipe) -> Iterator[Problem]:
 
 
 @rule("precision")
-def precision(recipe: Recipe) -> Iterator[Problem]:
+def precision(recipe: Recipe) -> Findings:
     precision, compute = recipe.precision, recipe.precision.compute
     if compute != "fp64" and precision.reduce == "fp64" and precision.master != "fp64":
         message = f"gradients are summed in the dtype of precision.master={precision.master}: a wider one adds nothing"
-        yield refuse(recipe, "precision.reduce", message, "precision.reduce=fp32")
+        yield "precision.reduce", message, "precision.reduce=fp32"
     if precision.master == "none" and compute != "bf16":
         message = NO_MASTER.get(compute, f"weights are in {compute} already: nothing is saved")
-        yield refuse(recipe, "precision.master", message, "precision.master=fp32; or precision.compute=bf16")
+        yield "precision.master", message, "precision.master=fp32; or precision.compute=bf16"
         return
     if compute != "fp8":
         message = f"nothing is in fp8 with precision.compute={compute}"
@@ -416,9 +409,8 @@ def precision(recipe: Recipe) -> Iterator[Problem]:
         yield from refuse_useless(recipe, "precision.loss_scale", message, "precision=fp16")
     for name in ("master", "reduce") if compute == "fp64" else ():
         if getattr(precision, name) != "fp64":
-            message = "less precise than precision.compute=fp64, which would be lost in it"
             fix = f"precision.{name}=fp64 (precision=fp64 sets all three); or precision.compute=fp32"
-            yield refuse(recipe, f"precision.{name}", message, fix)
+            yield f"precision.{name}", "less precise than precision.compute=fp64, which would be lost in it", fix
 
 
 # Rules that find keys without an effect, beside others.

@@ -15,7 +15,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString
 from hydra.errors import HydraException, OverrideParseException
@@ -23,13 +22,21 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from framework.errors import RecipeError
+from framework.recipe.convert import CLUSTER, LAYOUT
 from framework.recipe.environment import HIDDEN, is_private
-from framework.recipe.keys import list_groups, list_paths
-from framework.recipe.origins import YamlLoader, find_file, origin_of, remove_origin, trace_value
+from framework.recipe.files import (
+    ENDINGS,
+    find_file,
+    list_defaults,
+    list_options,
+    missing_option,
+    origin_of,
+    remove_origin,
+    trace_value,
+)
+from framework.recipe.keys import explain_unknown, list_paths
 from framework.recipe.problem import COMMAND_LINE, Problem, render_problems, show
-from framework.recipe.saved import CLUSTER, ENDINGS, LAYOUT
 from framework.recipe.schema import Run
-from framework.recipe.suggest import explain_unknown, nearest
 
 PLUGINS = "plugins"
 
@@ -92,38 +99,6 @@ def is_choice(override: Override, folders: Sequence[Path]) -> bool:
 
 def is_group(key: str, folders: Sequence[Path]) -> bool:
     return "." not in key and any((folder / key).is_dir() for folder in folders)
-
-
-def list_defaults(folders: Sequence[Path]) -> dict[str, Any]:
-    """The recipe of each group that config.yaml chooses; none where it cannot be read, as composing will say."""
-    file = find_file("config", folders)
-    try:
-        config = yaml.load(file.read_text(encoding="utf-8"), Loader=YamlLoader) if file else None
-    except (yaml.YAMLError, UnicodeDecodeError):
-        return {}
-    defaults = config.get("defaults") if isinstance(config, dict) else None
-    return {group: option for entry in defaults or () if isinstance(entry, dict) for group, option in entry.items()}
-
-
-def list_options(group: str, folders: Sequence[Path]) -> list[str]:
-    """Names of a group's recipes, without those of a group inside it (optim/schedule)."""
-    inner = set(list_groups()) - {group}
-    options = set()
-    for folder in folders:
-        for file in (folder / group).rglob("*.yaml"):
-            if file.parent.relative_to(folder).as_posix() not in inner:
-                options.add(file.relative_to(folder / group).with_suffix("").as_posix())
-    return sorted(options)
-
-
-def missing_option(group: str, option: str, folders: Sequence[Path], origin: str) -> Problem:
-    """The problem that `group` has no recipe `option`."""
-    options = list_options(group, folders)
-    short = Path(option).stem if option.endswith(ENDINGS) else option
-    meant = short.lower().removeprefix(group)
-    guess = [each for each in options if meant and each.endswith(meant)] or nearest(short, options)
-    fix = (f"did you mean {group}={guess[0]}? " if guess else "") + f"there are: {', '.join(options) or 'none'}"
-    return Problem(group, option, f"no recipe {short}.yaml in the folder {group}/", fix, origin)
 
 
 def apply_values(tree: DictConfig, values: Iterable[Override], origins: dict[str, str]) -> list[Problem]:

@@ -121,7 +121,8 @@ def _place(origin: str) -> tuple[bool, str, int]:
     return (origin != COMMAND_LINE, file, int(line)) if line.isdigit() else (origin != COMMAND_LINE, origin, 0)
 
 
-RuleBody = Callable[[Recipe], Iterator[Problem]]
+# Problems, or (key, why its value cannot work, what to do).
+Findings = Iterator[Problem | tuple[str, str, str]]
 
 
 @dataclass(frozen=True)
@@ -133,12 +134,19 @@ class Rule:
 
     # Keys, or groups of keys.
     reads: tuple[str, ...]
-    find: RuleBody
+    find: Callable[[Recipe], Iterator[Problem]]
 
 
-def rule(*reads: str) -> Callable[[RuleBody], Rule]:
+def rule(*reads: str) -> Callable[[Callable[[Recipe], Findings]], Rule]:
     """Make a function of a recipe a rule that reads these keys."""
-    return lambda find: Rule(reads, find)
+
+    def make(body: Callable[[Recipe], Findings]) -> Rule:
+        def find(recipe: Recipe) -> Iterator[Problem]:
+            return (each if isinstance(each, Problem) else refuse(recipe, *each) for each in body(recipe))
+
+        return Rule(reads, find)
+
+    return make
 
 
 def refuse(recipe: Recipe, key: str, message: str, fix: str = "") -> Problem:

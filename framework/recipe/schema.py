@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from framework.recipe.data_schema import Data, LossSettings, Source
 from framework.recipe.machine_schema import (
     Checkpoint,
     Cluster,
@@ -24,7 +23,7 @@ from framework.recipe.machine_schema import (
     group,
     key,
 )
-from framework.recipe.optim_schema import LearningRateSchedule, Muon, Optim, ParameterGroup
+from framework.recipe.method_schema import Data, LearningRateSchedule, LossSettings, Muon, Optim, ParameterGroup, Source
 
 __all__ = [
     "Checkpoint", "Cluster", "ClusterLink", "ClusterMatmul", "ClusterMeasured", "Container", "Data", "Launch",

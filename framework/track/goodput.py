@@ -23,7 +23,7 @@ from typing import Any
 
 from framework.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_RESUME
 from framework.track.console import format_duration
-from framework.track.lines import append_line, read_lines
+from framework.track.jsonl import append_line, read_lines
 from framework.track.report import RunInfo
 
 
@@ -114,11 +114,12 @@ class Segment:
 @dataclass(frozen=True)
 class Account:
     """The account of a run. seconds: of each part over the whole run; rank_seconds: the same times the ranks that were held.
-    rows: seconds by part of each start, in order."""
+    rows: seconds by part of each start, in order. code: with which the newest start has ended; None: it runs, or was killed."""
 
     seconds: dict[TimePart, float]
     rank_seconds: dict[TimePart, float]
     rows: tuple[dict[TimePart, float], ...]
+    code: int | None = None
 
     @property
     def wall_s(self) -> float:
@@ -189,7 +190,7 @@ class Accountant:
         paid = {
             part: 0.0 if part in UNPAID else sum(row.ranks * row.seconds[part] for row in rows) for part in TimePart
         }
-        return Account(seconds, paid, tuple(dict(row.seconds) for row in rows))
+        return Account(seconds, paid, tuple(dict(row.seconds) for row in rows), self._code)
 
     def _begin(self, note: Note) -> None:
         """Join a start to the one before it, or to its submission."""

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per reported step, the source of truth of a run's curves.
+"""Files of JSON lines; and metrics.jsonl, one object per reported step, the source of truth of a run's curves.
 
 Strict JSON. JSON has no NaN and no infinity, and a diverged loss must stay visible beside a metric that is not measured
 (`null`): they are the strings "NaN", "Infinity" and "-Infinity", as in the Protocol Buffers JSON mapping; Python's
@@ -16,15 +16,15 @@ import math
 import os
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import MISSING, Field, asdict, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from framework.lease import Lease
-from framework.track.lines import parse_line, read_lines
 from framework.track.report import Observer, RunInfo, StepReport
 
 METRICS_FILE = "metrics.jsonl"
@@ -33,6 +33,53 @@ LOADS_FILE = "expert_loads.jsonl"
 # The most bytes of lines that wait while the disk is full, of perhaps 100,000 steps.
 MOST_WAITING_BYTES = 64 << 20
 _NON_FINITE = ("NaN", "Infinity", "-Infinity")
+
+
+class Lines:
+    """A file to which objects are appended, those of a call by one write that the operating system has at once. A line that was
+    torn, by a crash or a full disk, gets its end before the next."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab+", buffering=0)
+        end = self._file.seek(0, os.SEEK_END)
+        self._file.seek(max(0, end - 1))
+        self._is_torn = self._file.read(1) not in (b"", b"\n")
+
+    def append(self, *values: Mapping[str, Any]) -> None:
+        """Append objects of finite numbers. Raises OSError where the disk takes none of them."""
+        lines = b"\n" * self._is_torn + b"".join(json.dumps(each, allow_nan=False).encode() + b"\n" for each in values)
+        self._is_torn = True
+        self._is_torn = self._file.write(lines) != len(lines)
+
+    def sync(self) -> None:
+        """Make the lines durable."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def append_line(path: Path, *values: Mapping[str, Any], is_durable: bool = False) -> None:
+    """Append objects and close the file. is_durable: they outlive a failing machine."""
+    with closing(Lines(path)) as lines:
+        lines.append(*values)
+        if is_durable:
+            lines.sync()
+
+
+def read_lines(path: Path, last: int | None = None) -> Iterator[dict[str, Any]]:
+    """The objects of a file, or of its `last` lines, in order; none where there is no file."""
+    if path.is_file():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            yield from filter(None, map(parse_line, file if last is None else deque(file, last)))
+
+
+def parse_line(line: str) -> dict[str, Any] | None:
+    """The object of a line; None of one that is torn or holds something else."""
+    with suppress(json.JSONDecodeError):
+        value = json.loads(line)
+        return value if isinstance(value, dict) else None
+    return None
 
 
 class Jsonl(Observer):

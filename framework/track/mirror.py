@@ -13,7 +13,7 @@ Its arguments are the tracker, the run's folder and the epoch of its lease: a mi
 Each step is sent once: a start sends the records behind the newest step that the tracker has. Records that a former mirror could
 not send come now.
 
-A rewind (train/rewind.py) takes steps back that a tracker has, and most trackers change no step that they were given. So the run
+A rewind (train/saves.py) takes steps back that a tracker has, and most trackers change no step that they were given. So the run
 goes on as another curve, ID-rewound-1, which gets all records of metrics.jsonl from the first one on. The number follows from
 `rewinds` of the newest record.
 """
@@ -39,9 +39,8 @@ from framework.lease import Lease
 from framework.recipe.plugins import import_plugins
 from framework.start import python_words
 from framework.track.jsonl import METRICS_FILE, decode, read_records
-from framework.track.lines import in_a_line, say
 from framework.track.report import TAG_OF_REWOUND, Observer, RunInfo, StepReport, Tracker, load_run_info
-from framework.track.trackers import TRACKERS
+from framework.track.trackers import TRACKERS, first_line_of, say
 
 POLL_S = 0.5
 LEAST_ROOM_BYTES = 1 << 20
@@ -87,13 +86,17 @@ class Mirror(Observer):
         lease: Lease | None = None,
         beside: "Sequence[Mirror]" = (),
     ):
-        self.name, self._run_dir, self._lease = tracker, run_dir, lease or Lease(run_dir)
+        self.tracker, self._run_dir, self._lease = tracker, run_dir, lease or Lease(run_dir)
         self._log = run_dir / f"{tracker}.log"
         self._say = say
         self._close_timeout_s, self._close_by_s = close_timeout_s, math.inf
         self._beside = beside
         self._process: subprocess.Popen[bytes] | None = None
         self._has_ended = False
+
+    @property
+    def name(self) -> str:
+        return self.tracker
 
     def open(self, run: RunInfo) -> None:
         self._lease.check()
@@ -315,7 +318,7 @@ def main(tracker: str, run_dir: Path, lease: Lease) -> int:
         os.killpg(os.getpid(), signal.SIGKILL)
     except Exception as error:  # a tracker may raise anything; the user gets one line, the log file all of it
         traceback.print_exc()
-        say(f"{tracker}: failed, training goes on: {in_a_line(error)}")
+        say(f"{tracker}: failed, training goes on: {first_line_of(error)}")
         return _EXIT_SAID_WHY
     return EXIT_DONE
 

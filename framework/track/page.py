@@ -16,13 +16,12 @@ from typing import Any
 import altair as alt
 
 from framework.errors import EXIT_DONE
+from framework.output import GIB
 from framework.plan.page_charts import BLUE, KINDS, ORANGE, OTHER, RED, ROOM, Row, height_of, of_rows
 from framework.plan.page_html import Page, Section, Table
-from framework.plan.text import GIB
 from framework.track.console import format_count, format_duration
 from framework.track.goodput import Account, TimePart, name_of, read_account
-from framework.track.jsonl import LOADS_FILE, read_records
-from framework.track.lines import read_lines
+from framework.track.jsonl import LOADS_FILE, read_lines, read_records
 from framework.track.report import HANGS_FILE, RANKS_FILE, Curve, RunInfo
 from framework.track.summary import COLORS, LAST_LOADS, SHOWN_STARTS, add_loads, describe_title, thin
 

@@ -1,13 +1,21 @@
 """The interface of observers and their input: the description of the run (`RunInfo`), then a `StepReport` for each reported step.
-docs/metrics.md defines each metric: unit, where it is measured, over which ranks."""
+docs/metrics.md defines each metric: unit, where it is measured, over which ranks. No observer stops training (`Observers`).
+"""
 
 import json
-from collections.abc import Mapping
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from framework.errors import LeaseLost
 from framework.lease import Lease
+
+logger = logging.getLogger(__name__)
 
 RUN_INFO_FILE = "run_info.json"
 # The line of each rank, which rank 0 writes, and the verdicts on hangs, a line each.
@@ -98,7 +106,12 @@ class RunInfo:
 
 
 class Observer:
-    """Observes a run from rank 0. Its errors are contained: see `observers.py`. By default it ignores all events."""
+    """Observes a run from rank 0. Its errors are contained by `Observers`. By default it ignores all events."""
+
+    @property
+    def name(self) -> str:
+        """The name under which its failures are reported."""
+        return type(self).__name__.lower()
 
     def open(self, run: RunInfo) -> None:
         """The run begins, or goes on."""
@@ -111,6 +124,63 @@ class Observer:
 
     def close(self, exit_code: int | None) -> None:
         """The run ends, or with None a stage of it, behind which others observe."""
+
+
+class Observers:
+    """Passes reports to each observer in order, and closes them in reverse order. A rank without observers holds an empty one.
+
+    An observer that cannot open is left out. One that raises later is warned about once and still gets later reports (a full disk
+    may be freed); the number of its failures is printed at the end. lease: of the run, checked before each report; LeaseLost is
+    the one error that passes, for it ends this process.
+    """
+
+    def __init__(
+        self,
+        observers: Iterable[Observer] = (),
+        shout: Callable[[str], None] = logger.warning,
+        lease: Lease | None = None,
+    ):
+        self._observers, self._lease = list(observers), lease
+        self._shout = shout
+        self._failures: Counter[str] = Counter()
+        self._last: dict[str, str] = {}
+
+    def open(self, run: RunInfo) -> None:
+        self._observers = [each for each in self._observers if self.contain(each.name, partial(each.open, run))]
+
+    def report(self, report: StepReport) -> None:
+        """Report a step. Raises LeaseLost. Where the lease cannot be read the report is left out: another start may own the
+        files."""
+        if self._lease is not None and not self.contain("lease", self._lease.check):
+            return
+        for each in self._observers:
+            self.contain(each.name, partial(each.report, report))
+
+    def rewind(self, step: int) -> None:
+        for each in self._observers:
+            self.contain(each.name, partial(each.rewind, step))
+
+    def close(self, exit_code: int | None) -> None:
+        for each in reversed(self._observers):
+            with suppress(LeaseLost):  # which the run ends with, and has said
+                self.contain(each.name, partial(each.close, exit_code))
+        for name, count in self._failures.items():
+            if count > 1:
+                self._shout(f"{name} failed {count} times in this run, at last with {self._last[name]}")
+
+    def contain(self, name: str, call: Callable[[], None]) -> bool:
+        """Run a call and warn about its error under a name; LeaseLost passes. Returns whether the call succeeded."""
+        try:
+            call()
+        except LeaseLost:
+            raise
+        except Exception as error:  # training goes on whatever an observer does: this is the one place for it
+            self._failures[name] += 1
+            self._last[name] = f"{type(error).__name__}: {error}"
+            if self._failures[name] == 1:
+                self._shout(f"{name} failed, training goes on: {type(error).__name__}: {error}")
+            return False
+        return True
 
 
 class Tracker:

@@ -18,7 +18,7 @@ import xxhash
 
 from framework.data.order import Skipped, index_samples
 from framework.data.pack import Microbatch
-from framework.track.lines import Lines, read_lines
+from framework.track.jsonl import Lines, read_lines
 
 FOLDER = "samples"
 # The number of wrong samples that a message names, of perhaps millions.

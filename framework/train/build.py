@@ -28,10 +28,8 @@ from framework.parallel.pipeline.execute import ActivationSpec
 from framework.parallel.zero.buffers import UnitBuffer, make_buffers
 from framework.parallel.zero.lifetimes import Home
 from framework.parallel.zero.load_parameters import initialize_parameters, load_pretrained
-from framework.plan.plan import Plan
-from framework.plan.stage import PlannedStage
-from framework.train.loss_scale import LossScale
-from framework.train.router_bias import RouterBiases
+from framework.plan.plan import Plan, PlannedStage
+from framework.train.beside_optimizer import LossScale, RouterBiases
 from framework.train.stage import RankStage
 from framework.train.step import TrainingRun
 from framework.train.update import StepOptimizer, find_copies, find_parts, open_disk, own_shards

@@ -1,37 +1,43 @@
-"""The training loop: batch, step, report. All ranks decide alike, because they read the same sums."""
+"""The training loop: batch, step, report; and when it saves: by steps, for an export, by rank 0's clock, on request, as the best
+so far, and at its end. All ranks decide alike, because they read the same sums.
+"""
 
+import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from math import inf
+from functools import partial
 
-from framework.checkpoint.save import Goal
+from framework.checkpoint.save import Goal, Saver, find_interval_s
 from framework.comm import ledger
+from framework.comm.communicator import Communicator
+from framework.comm.objects import broadcast_object
 from framework.comm.transfer import AsyncHostCopy
 from framework.data.loader import Loader
-from framework.data.tasks import OF_AVERAGE
+from framework.data.tasks import OF_AVERAGE, is_better_low
 from framework.errors import NumericsError
-from framework.monitor.phases import Phase
+from framework.monitor.progress import Phase
 from framework.monitor.watchdog import Watchdog
 from framework.optim.gradient_noise import FIRST_MOMENT, average_squares
 from framework.optim.groups import learning_rate
 from framework.parallel.pipeline.simulate import Timed
 from framework.parallel.zero.replicas import Hashed
 from framework.plan.plan import Plan
-from framework.train.evaluation import NO_EVALUATION, Evaluation
+from framework.recipe.schema import Checkpoint
 from framework.train.replicas import check_replicas
 from framework.train.reports import PendingStep, Reporter, StepTimes
-from framework.train.save_policy import SavePolicy
-from framework.train.spikes import NO_LIMITS
 from framework.train.state import RunState
 from framework.train.step import TrainingRun, refuse_overflow, run_alone, train_step, validate_average
-from framework.train.sums import Flags, StepValues
-from framework.train.validation import NOT_VALIDATED, Validated, Validation
+from framework.train.sums import NO_LIMITS, Flags, StepValues
+from framework.train.validation import NO_EVALUATION, NOT_VALIDATED, Evaluation, Validated, Validation
 
 # A run that has skipped so many steps in a row does not recover by itself.
 SKIPPED_STEPS_LIMIT = 20
+# After so many skipped steps in a row nothing more is saved until an update is made: the weights are those of a checkpoint that
+# exists, and one more would take the place of an older one, to which the run may have to go back.
+SKIPPED_STEPS_UNSAVED = 3
 
 
 @dataclass(frozen=True)
@@ -44,12 +50,88 @@ class RewindDue:
     samples: int
 
 
+class SavePolicy:
+    """Decides when a run saves, and where. num_steps: of the run. saver: it is asked what saves
+    cost, and whether one is under way."""
+
+    def __init__(self, rules: Checkpoint, num_steps: int, saver: Saver) -> None:
+        self.rules, self.num_steps, self.saver = rules, num_steps, saver
+        self._last_save_s = time.monotonic()  # of the last checkpoint
+        self._last_step, self._copy_is_due = -2, False
+        self._is_best = False
+
+    def find_goal(self, state: RunState, flags: Flags) -> Goal:
+        """Where to save the step now: nowhere, into a checkpoint, into the nodes' memory, or both."""
+        every = self.rules.neighbor_every_steps
+        self._copy_is_due |= every is not None and state.step % every == 0
+        is_done = state.step == self.num_steps
+        by_steps = any(
+            each and state.step % each == 0 for each in (self.rules.every_steps, self.rules.export_every_steps)
+        )
+        is_due = (by_steps and is_worth_saving(state)) or flags.save or self._is_best or is_done
+        disk = Goal.DISK if is_due else Goal(0)
+        # The end needs no copy, and none waits for a save that is under way: training would wait with it.
+        return disk | Goal.MEMORY if self._copy_is_due and not (is_done or self._is_saving(state, flags)) else disk
+
+    def is_due_by_clock(self, state: RunState) -> bool:
+        """Whether this rank's clock asks for a checkpoint."""
+        return is_worth_saving(state) and time.monotonic() - self._last_save_s > self.find_interval_s()
+
+    def find_interval_s(self) -> float:
+        """Seconds between saves by the clock."""
+        rules, saver = self.rules, self.saver
+        if rules.mtbf_hours is not None:
+            return find_interval_s(3600 * rules.mtbf_hours, saver.started, saver.disk_stalled_s, saver.longest_s)
+        return math.inf if rules.every_minutes is None else 60 * rules.every_minutes
+
+    def note_best(self, state: RunState, loss: float | None, scores: Mapping[str, float], world: Communicator) -> None:
+        """With checkpoint.keep_best, save these weights if their validation loss is the lowest so far, or their score the best.
+        Rank 0 decides, so that no rounding of a loss makes ranks disagree on a save, which is collective. loss, scores: found
+        now."""
+        by = self.rules.keep_best
+        if isinstance(by, str):
+            loss = None if by not in scores else scores[by] if is_better_low(by) else -scores[by]
+        if by and loss is not None:
+            former = state.best_validation_loss if state.best_by == str(by) else None
+            self._is_best = broadcast_object(partial(is_best, loss, former), world)
+            if self._is_best:
+                state.best_step, state.best_validation_loss, state.best_by = state.step, loss, str(by)
+
+    def end_save(self, step: int, goal: Goal) -> None:
+        """A save of the step has begun: start the clock of `checkpoint.every_minutes` anew."""
+        self._last_step = step
+        if Goal.MEMORY in goal:
+            self._copy_is_due = False
+        if Goal.DISK in goal:
+            self._last_save_s, self._is_best = time.monotonic(), False
+
+    def go_back(self) -> None:
+        """The run has gone back to an older step."""
+        self._last_step, self._copy_is_due, self._is_best = -2, False, False
+
+    def _is_saving(self, state: RunState, flags: Flags) -> bool:
+        """Whether a save may be under way on any rank: the same answer on all."""
+        # Flags are of the beginning of the step before, or of this one, so a save that has begun since is not in them.
+        has_begun_since = self._last_step in (state.step - 1, state.step)
+        return flags.is_saving or (has_begun_since and self.rules.mode == "async")
+
+
+def is_worth_saving(state: RunState) -> bool:
+    """Whether the weights may be others than those of the newest checkpoint."""
+    return state.skipped_in_a_row < SKIPPED_STEPS_UNSAVED
+
+
+def is_best(loss: float, former: float | None) -> bool:
+    """Whether a validation loss is the lowest so far. NaN never is, nor does one in `former` keep others out."""
+    return math.isfinite(loss) and (former is None or not former <= loss)
+
+
 class Loop:
     """Trains from `state` to `train.steps`. Reading lags one step behind the device, so that nothing waits for it.
 
     On every rank: all of them do the same in the same order, and all methods are collective.
     first_step: behind which its stage begins. timed: the actions of this rank in its last step. rewind_due: whether the run is to
-    go back (`rewind.py`), which is known once the step is read that completes the spikes.
+    go back (`saves.rewind`), which is known once the step is read that completes the spikes.
     """
 
     def __init__(
@@ -269,16 +351,15 @@ class Loop:
             refuse_overflow(self.run, self.recipe.parallel.expert_padding, pending.step)
         if not self._skips_spikes:  # no update depends on them, so they are found while the next step is under way
             pending = replace(pending, limits=self.state.spikes.limits(pending.step))
-        self._exposed_s += sum(
-            each.seconds for each in pending.exposed
-        )  # the device has passed them, as it has the sums
+        # The device has passed them, as it has the sums.
+        self._exposed_s += sum(each.seconds for each in pending.exposed)
         self._flags = replace(values.flags, stop=self._flags.stop or values.flags.stop)
         is_skipped = self._note_spike(pending, values) or not values.is_finite
         self.state.skipped_in_a_row = self.state.skipped_in_a_row + 1 if is_skipped else 0
         self.state.skipped_steps += is_skipped
         if not is_skipped:
             optim, state = self.recipe.optim, self.state
-            norm = min(values.gradient_norm, inf if optim.clip_norm is None else optim.clip_norm)
+            norm = min(values.gradient_norm, math.inf if optim.clip_norm is None else optim.clip_norm)
             state.squared_norms = average_squares(state.squared_norms, norm, optim.betas[0], state.num_updates)
             state.num_updates += 1
         self._unreported = pending, values

@@ -5,7 +5,7 @@
 
 A bad node ends all ranks with 87, and the job's script leaves it out from then on. A slow CPU, or a value that is not as
 expected, is only printed. Code, versions and recipe are compared before (`comm/connect.py`), and too few GPUs are found before
-that (`launch/task.py`). Nothing depends on clocks; their differences are printed because people read the logs of several nodes
+that (`launch/process.py`). Nothing depends on clocks; their differences are printed because people read the logs of several nodes
 together.
 """
 
@@ -32,12 +32,12 @@ from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh, node_name, ranks_per_node
 from framework.comm.objects import broadcast_object, gather_object
 from framework.errors import NodeError, RunError
-from framework.launch.task import is_task, leave_out
+from framework.launch.process import is_task, leave_out
 from framework.lease import Lease
 from framework.object_store import ObjectPath
+from framework.output import show_bytes
 from framework.plan.cluster import ClusterRates
 from framework.plan.plan import Plan
-from framework.plan.text import show_bytes
 
 # A new name shows at once on a network file system; a file that has not come by then is on another one.
 SHARED_WITHIN_S = 10.0

@@ -5,16 +5,23 @@ Torch is imported late: how many threads it may use is read from the environment
 """
 
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 from framework.errors import EXIT_INTERRUPTED
-from framework.faults.injector import FaultInjector
+from framework.faults import FaultInjector
 from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory
 from framework.launch.process import (
+    adopt_task,
+    check_node,
+    count_nodes,
+    describe_start,
     end_hung,
+    is_task,
+    judge,
     limit_threads,
     may_use_gpus,
     prepare_gpu_rank,
@@ -23,23 +30,20 @@ from framework.launch.process import (
     run_process,
     take_fingerprint,
 )
-from framework.launch.task import adopt_task, check_node, count_nodes, describe_start, is_task, judge
 from framework.lease import Lease, read_lease
-from framework.monitor.phases import START_UP, PhaseBar, Phases, RankObserver
-from framework.monitor.stop import StopRequest
+from framework.monitor.progress import START_UP, PhaseBar, Phases, StopRequest
 from framework.recipe.compose import load_recipe
 from framework.recipe.derive import at_nodes, derive
 from framework.recipe.plugins import find_changed, import_plugins
-from framework.recipe.schema import Recipe
 
 # Ranks of a job's former start, killed with their node perhaps, may take so long to vanish.
 RUN_FREE_WITHIN_S = 60.0
 
 
-def main(run_dir: Path, lease: Lease | None = None) -> int:
+def main(run_dir: Path, lease: Lease | None = None, report: Callable[[Exception], int] = report_error) -> int:
     """Train as the rank that the environment names and return the exit code; an error is reported, not raised.
 
-    lease: the launcher's, None in a job.
+    lease: the launcher's, None in a job. report: says the error that is being handled, and returns its exit code.
     """
     try:
         return train_as_launched(run_dir, lease)
@@ -47,7 +51,7 @@ def main(run_dir: Path, lease: Lease | None = None) -> int:
         # The loop has not taken the signals over yet: there is nothing to save.
         return EXIT_INTERRUPTED
     except Exception as error:
-        return report_error(error)
+        return report(error)
 
 
 def train_as_launched(run_dir: Path, lease: Lease | None) -> int:
@@ -67,7 +71,8 @@ def train_as_launched(run_dir: Path, lease: Lease | None) -> int:
         stack.enter_context(run.attend())
         bar = PhaseBar(START_UP if is_first and not is_in_job else ())
         stack.callback(bar.close)
-        phases = Phases(_observe(recipe, run_dir), bar.begin)
+        injector = FaultInjector(run_dir, rank_in_environment()) if recipe.run.allow_faults else None
+        phases = Phases(injector, bar.begin)
         if is_in_job:  # requests to stop count from now on: a time limit may be near while the ranks still connect
             stop = stack.enter_context(StopRequest())
         with loading_libraries():
@@ -86,11 +91,6 @@ def train_as_launched(run_dir: Path, lease: Lease | None) -> int:
         else:
             lease = lease or Lease(run_dir)
         return train_rank(recipe, run_dir, stop, take_fingerprint(recipe), phases, end_hung, lease)
-
-
-def _observe(recipe: Recipe, run_dir: Path) -> RankObserver:
-    """The observer that injects the faults of `meshwright inject`, where the recipe allows them."""
-    return FaultInjector(run_dir, rank_in_environment()) if recipe.run.allow_faults else RankObserver()
 
 
 if __name__ == "__main__":

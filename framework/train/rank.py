@@ -2,7 +2,7 @@
 
 import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache, partial
 from itertools import chain
@@ -26,9 +26,7 @@ from framework.comm.connect import (
 from framework.comm.objects import all_gather_object, broadcast_object
 from framework.data.beside import tokenizing
 from framework.data.growing import Say
-from framework.data.loader import Hear, Loader, validation_batches
-from framework.data.open_data import open_data
-from framework.data.pack import Microbatch
+from framework.data.loader import Hear, Loader, open_data, validation_batches
 from framework.data.prepared import Prepared
 from framework.errors import (
     EXIT_DONE,
@@ -40,19 +38,17 @@ from framework.errors import (
     MeshwrightError,
     TopologyError,
 )
-from framework.launch.branch import copy_curves, find_origin
 from framework.launch.directory import RunDirectory
 from framework.launch.identity import settle_identity
-from framework.launch.task import describe_job
+from framework.launch.process import describe_job
+from framework.launch.resume import copy_curves, find_origin
 from framework.lease import Lease
 from framework.mesh.placement import make_grid
 from framework.model.hub import find_base, find_folder, fingerprint_base
 from framework.model.load import load_config
 from framework.monitor.goodput import Goodput, open_goodput
 from framework.monitor.hang import SAVES, TRAINING
-from framework.monitor.phases import Phase, Phases
-from framework.monitor.progress import Progress, StepPace, name_coordinates
-from framework.monitor.stop import StopRequest, end_process
+from framework.monitor.progress import Phase, Phases, Progress, StepPace, StopRequest, end_process, name_coordinates
 from framework.monitor.watchdog import Watchdog
 from framework.optim.disk_file import refuse_folder
 from framework.parallel.fp8_layers import emulates_fp8
@@ -62,24 +58,21 @@ from framework.parallel.pipeline.simulate import Timeline
 from framework.plan.advice import explain_out_of_memory
 from framework.plan.check import check_machine
 from framework.plan.plan import Plan, make_plan
-from framework.recipe.deadlines import find_deadlines
 from framework.recipe.derive import Derived, derive
+from framework.recipe.machines import find_deadlines
 from framework.recipe.schema import Recipe
 from framework.recipe.stages import RunStage, describe_stage, stage_after
-from framework.track.observers import Observers, open_observers
+from framework.track.report import Observers
 from framework.track.sample_ledger import SampleLedger, next_start
 from framework.train.build import build
-from framework.train.evaluation import open_evaluation
-from framework.train.loop import Loop
+from framework.train.loop import Loop, SavePolicy
 from framework.train.probe import probe
-from framework.train.profiler import StepProfiler
+from framework.train.profiler import StepProfiler, UnitClock
 from framework.train.reference import add_reference
-from framework.train.reports import Reporter, describe_run
-from framework.train.save_policy import SavePolicy
+from framework.train.reports import Reporter, describe_run, open_observers
 from framework.train.saves import Saves
 from framework.train.state import RunState, begin_from
-from framework.train.unit_times import UnitClock
-from framework.train.validation import Validation
+from framework.train.validation import Validation, open_evaluation
 
 # In debug mode a rank that starts no collective for so long while others wait is taken for lost.
 COLLECTIVE_CHECK_S = 120.0
@@ -381,14 +374,11 @@ def _open_validation(
     plan: Plan, prepared: Prepared, mesh: Mesh, loop: Loop, validates: bool, evaluates: bool
 ) -> Validation:
     """A validation of the held-out sequences, if it validates, and of the tasks' documents, if it evaluates."""
-    held_out = _validation_batches(plan, prepared, mesh) if validates else ()
+    limit, sequences = plan.recipe.train.validation_sequences, _sequences(plan, mesh)
+    # Every pass begins at the first sequence of the validation split.
+    held_out = validation_batches(prepared, limit=limit, **sequences) if validates else ()
     questions = loop.evaluation.microbatches(plan, mesh) if evaluates else ()
     return Validation(chain(held_out, questions), len(prepared.sources))
-
-
-def _validation_batches(plan: Plan, prepared: Prepared, mesh: Mesh) -> Iterator[Microbatch]:
-    """The batches of one validation: every pass begins at the first sequence of the validation split."""
-    return validation_batches(prepared, limit=plan.recipe.train.validation_sequences, **_sequences(plan, mesh))
 
 
 def _sequences(plan: Plan, mesh: Mesh) -> dict[str, Any]:

@@ -32,14 +32,14 @@ from framework.data.prepared import Prepared, PreparedSource
 from framework.data.store import SPLITS, Split
 from framework.errors import DataError
 from framework.files import write_atomically
-from framework.launch.branch import Origin, find_origin, is_folder_of_weights
+from framework.launch.resume import Origin, find_origin, is_folder_of_weights
 from framework.model.adapters import is_adapter
 from framework.model.hub import find_folder
 from framework.model.load import load_config
 from framework.model.safetensors_files import fingerprint_files
 from framework.parallel.pipeline.pipeline import FORWARDS_AT_ONCE
 from framework.plan.plan import Plan, make_plan
-from framework.recipe.data_schema import NONE
+from framework.recipe.method_schema import NONE
 from framework.recipe.schema import Adapter, Offload, Optim, Recipe
 from framework.train.build import build
 from framework.train.state import begin_from

@@ -1,6 +1,10 @@
-"""Input of rank 0's observers: the description of the run, and a report of each step from its sums and the ranks' times."""
+"""The observers of rank 0 and their input: the description of the run, and a report of each step from its sums and the ranks'
+times.
+"""
 
+import resource
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +21,10 @@ from framework.comm.transfer import AsyncHostCopy
 from framework.comm.waits import ExposedWait
 from framework.data.prepared import Prepared
 from framework.data.tokenize import decode_start
-from framework.launch.order import describe_nodes, read_order
+from framework.host import is_named, peak_flops
+from framework.launch.nodes import describe_nodes, read_order
 from framework.launch.resume import name_run
+from framework.lease import Lease
 from framework.model.mixtures import read_loads
 from framework.monitor.goodput import Goodput
 from framework.monitor.progress import name_coordinates
@@ -29,17 +35,20 @@ from framework.plan.forecast_plan import forecast_cut
 from framework.plan.plan import Plan
 from framework.recipe.environment import describe_public
 from framework.recipe.overrides import write_resume
-from framework.recipe.schema import Recipe
+from framework.recipe.plugins import ADDED
+from framework.recipe.schema import Cluster, Recipe
 from framework.recipe.stages import split_stages
-from framework.track.device import find_peak, mfu, peak_memory_bytes
-from framework.track.observers import Observers
-from framework.track.report import RunInfo, StepReport
-from framework.train.spikes import SpikeLimits
+from framework.track.console import Console
+from framework.track.jsonl import LOADS_FILE, Jsonl, loads_of
+from framework.track.mirror import Mirror
+from framework.track.report import Observer, Observers, RunInfo, StepReport, save_run_info
+from framework.track.summary import Summary
 from framework.train.state import RunState
 from framework.train.step import TrainingRun
-from framework.train.sums import StepValues
+from framework.train.sums import SpikeLimits, StepValues
 from framework.train.validation import NOT_VALIDATED, Validated
 
+_STATUS = Path("/proc/self/status")
 # The number of tokens at the data's beginning that make the prompt of a suggested command.
 PROMPT_TOKENS = 24
 
@@ -274,9 +283,62 @@ def describe_run(recipe: Recipe, plan: Plan, prepared: Prepared, mesh: Mesh, run
     )
 
 
+def open_observers(
+    recipe: Recipe, run_dir: Path, run: RunInfo, lease: Lease | None = None, known: Sequence[Sequence[float]] = ()
+) -> Observers:
+    """Open the observers that the recipe selects, on rank 0; other ranks use `Observers()`. lease: of the run, None
+    without a launcher. known: [step, loss, gradient norm] of the last steps."""
+    console, lease = Console(), lease or Lease(run_dir)
+    metrics = Jsonl(run_dir, lease=lease, known=known, every_steps=recipe.track.every_steps)
+    # Closed in reverse order: the report is made of the files of the others, and the console has the last word.
+    observers: list[Observer] = [console, metrics]
+    if run.has_experts:
+        observers.append(Jsonl(run_dir, file=LOADS_FILE, record_of=loads_of, lease=lease))
+    mirrors: list[Mirror] = []
+    added = [name for name, plugin in ADDED["tracker"].items() if plugin in recipe.plugins]
+    for name in (*recipe.track.trackers, *added):
+        mirrors.append(Mirror(name, run_dir, console.say, lease=lease, beside=mirrors))
+    observers += mirrors
+    observers.append(Summary(run_dir, console.say, lease))
+    save_run_info(run_dir, run, lease)
+    opened = Observers(observers, lease=lease)
+    opened.open(run)
+    return opened
+
+
 def find_prompt(recipe: Recipe, prepared: Prepared) -> str:
     """A line that the model may be asked to continue: the recipe's, else the first words of what it is trained on."""
     if recipe.train.sample is not None:
         return next(iter(recipe.train.sample.splitlines()), "")
     stream = max(prepared.sources, key=lambda source: source.weight).streams["train"]
     return decode_start(prepared.tokenizer, stream.read(0, min(stream.num_tokens, PROMPT_TOKENS)))
+
+
+def mfu(tokens_per_s: float, flops_per_token: float, num_devices: int, peak: float | None) -> float | None:
+    """Share of the peak of all devices, 0 to 1, that useful FLOPs reach; None without a known peak."""
+    return None if peak is None else tokens_per_s * flops_per_token / (num_devices * peak)
+
+
+def find_peak(device_name: str, cluster: Cluster) -> float | None:
+    """Dense bf16 peak of the GPU that the driver calls `device_name`: from the recipe's cluster if that has such GPUs, else
+    from the makers' data sheets; None of a device in neither."""
+    stated = cluster.matmul.get("bf16")
+    if cluster.name is not None and stated is not None and is_named(cluster.device, device_name):
+        return stated.peak_tflops * 1e12
+    return peak_flops(device_name)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """CUDA: the most bytes that tensors held at once since the process began; CPU: the process's peak resident set.
+
+    On Linux the kernel's VmHWM is read rather than `ru_maxrss`, which a process inherits from the one that started it: a
+    small rank would show the memory of a large launcher.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if _STATUS.exists():
+        for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, others KiB

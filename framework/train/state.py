@@ -17,8 +17,8 @@ from framework.checkpoint.staging import Entry
 from framework.comm.objects import all_gather_object, broadcast_object
 from framework.data.order import SampleOrder, index_samples
 from framework.errors import StorageError
-from framework.launch.branch import ORDER_KEYS, Origin
 from framework.launch.identity import read_trained
+from framework.launch.resume import ORDER_KEYS, Origin
 from framework.lease import Lease
 from framework.mesh.layout import Layout
 from framework.model.initial import persistent_buffers
@@ -28,8 +28,8 @@ from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
 from framework.recipe.keys import value_of
 from framework.recipe.schema import Recipe
 from framework.recipe.stages import tokens_per_step
-from framework.train.spikes import SpikeState
 from framework.train.step import TrainingRun
+from framework.train.sums import SpikeState
 from framework.train.update import find_parts
 
 # A state that AdamW alone has.

@@ -28,14 +28,13 @@ from framework.parallel.zero.buffers import MainGradView, UnitBuffer
 from framework.parallel.zero.gradients import sum_over_stages
 from framework.parallel.zero.plan_buffers import Slot
 from framework.parallel.zero.replicas import BitHash, Hashed, hash_parameters
-from framework.recipe.data_schema import PROBE, LossSettings
-from framework.train.loss_scale import LossScale
-from framework.train.router_bias import RouterBiases
-from framework.train.spikes import NO_LIMITS, SpikeLimits
+from framework.plan.plan import Plan
+from framework.recipe.method_schema import PROBE, LossSettings
+from framework.train.beside_optimizer import LossScale, RouterBiases
 from framework.train.stage import RankStage, StepInputs
-from framework.train.sums import Flags, StepSums, StepValues
+from framework.train.sums import NO_LIMITS, Flags, SpikeLimits, StepSums, StepValues
 from framework.train.update import OwnedShard, StepOptimizer
-from framework.train.validation import Validation, ValidationLoss
+from framework.train.validation import Evaluation, Validation, ValidationLoss
 
 NO_FLAGS = Flags()
 
@@ -305,6 +304,13 @@ def run_alone(run: TrainingRun, validation: Validation) -> None:
     while filling := _take(run, validation, FORWARDS_AT_ONCE):
         results, _ = _execute(run, _without_training(run, filling))
         validation.add(filling, results, run.objective.count)
+
+
+def evaluate(run: TrainingRun, plan: Plan, evaluation: Evaluation) -> dict[str, float]:
+    """The scores of a run's weights by TASK/NAME, by forwards alone. Collective."""
+    validation = Validation(evaluation.microbatches(plan, run.mesh))
+    run_alone(run, validation)
+    return evaluation.judge(validation, run.mesh)
 
 
 def score(run: TrainingRun, microbatches: Sequence[Microbatch], with_adapters: bool = True) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """Evidence of a training run (losses, norms, first gradients, last weights), and what both sides of a verification share: their
-batches, perturbed values, and fp64 models that stay in fp64."""
+batches of random tokens, pairs of answers among them, perturbed values, and fp64 models that stay in fp64."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,6 @@ from transformers import PretrainedConfig
 
 from framework.errors import ModelError
 from framework.recipe.schema import LossSettings
-from framework.verify.plain_preferences import AnswerBatch, draw_answers
 
 # Tokens of a document on average, where documents are packed: several in a row of a dozen tokens.
 DOCUMENT_LENGTH = 4
@@ -49,6 +48,18 @@ class Evidence:
     gathered: dict[str, Tensor] = field(default_factory=dict)
     # The same of its gradient's block, as which that leaves a node (`PlainReduction`).
     reduced: dict[str, Tensor] = field(default_factory=dict)
+
+
+WANTED, UNWANTED, PROBE = 1, 2, 3
+
+
+@dataclass(frozen=True)
+class AnswerBatch:
+    """The answers of a batch whose documents are packed: kinds [sequences, S] int64, 0 behind a row's last answer, and the
+    reference's log-probabilities, alike. Each two are a pair."""
+
+    kinds: Tensor
+    reference: Tensor
 
 
 @dataclass(frozen=True)
@@ -103,6 +114,34 @@ def _count_positions(begins: Tensor) -> Tensor:
     """Positions that restart where documents begin. begins: bool [sequences, context]; a row's first token always begins one."""
     index = torch.arange(begins.shape[1]).expand(begins.shape)
     return index - (index * begins).cummax(dim=1).values
+
+
+def draw_answers(labels: Tensor, name: str, generator: torch.Generator) -> tuple[Tensor, Tensor, AnswerBatch]:
+    """Rows of random pairs: labels [sequences, context] of which prompts have lost theirs, positions, and the answers. One row
+    has none."""
+    labels, positions = labels.clone(), torch.zeros_like(labels)
+    rows = [list(_draw_lengths(labels.shape[1], generator)) if row else [] for row in range(len(labels))]
+    kinds = torch.zeros(len(rows), max(2, *map(len, rows)), dtype=torch.int64)
+    for row, lengths in enumerate(rows):
+        start = 0
+        for place, length in enumerate(lengths):
+            asked = int(torch.randint(0, length, (), generator=generator))
+            labels[row, start : start + asked] = IGNORE
+            positions[row, start : start + length] = torch.arange(length)
+            is_wanted = place % 2 == 0 if name != "kto" else bool(torch.rand((), generator=generator) < 0.5)
+            kinds[row, place] = PROBE if name == "kto" and place % 2 else WANTED if is_wanted else UNWANTED
+            start += length
+        labels[row, start:] = IGNORE
+        positions[row, start:] = torch.arange(labels.shape[1] - start)
+    return labels, positions, AnswerBatch(kinds, -10 * torch.rand(kinds.shape, generator=generator).double())
+
+
+def _draw_lengths(context: int, generator: torch.Generator) -> Iterator[int]:
+    """Lengths of an even number of documents, all of one to five tokens, that fit into a row."""
+    while context >= 10:
+        for length in torch.randint(1, 6, (2,), generator=generator).tolist():
+            context -= length
+            yield length
 
 
 def perturb(values: Tensor, dtype: torch.dtype, seed: int) -> Tensor:

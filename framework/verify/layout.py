@@ -25,6 +25,7 @@ from framework.model.objective import Pairs
 from framework.model.units import find_units
 from framework.optim.groups import learning_rate
 from framework.optim.states import LowBitStates
+from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.plan_buffers import BufferDtypes
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.derive import derive
@@ -34,10 +35,13 @@ from framework.train.build import build
 from framework.train.step import TrainingRun, refuse_overflow, train_step
 from framework.train.update import OwnedShard
 from framework.verify.evidence import Evidence, TokenBatch, keep_double, make_batches
-from framework.verify.plain_adapters import round_base
+from framework.verify.plain_rounding import round_base
 
 CPU = torch.device("cpu")
 NO_ADAPTER = Adapter()
+
+# Layout of every parameter by name, with its own elements in the order of the interval.
+Owned = dict[str, tuple[Layout, Tensor]]
 
 
 def run_layout(plan: Plan, batches: Sequence[TokenBatch], mesh: Mesh) -> Evidence:
@@ -107,23 +111,39 @@ def _find_pairs(batch: TokenBatch) -> Pairs | None:
     return Pairs(places, batch.answers.kinds, torch.zeros_like(batch.answers.kinds), batch.answers.reference)
 
 
-def owned_gradients(run: TrainingRun) -> dict[str, tuple[Layout, Tensor]]:
-    """Layout and own elements of every gradient: zero where a parameter is frozen, as the oracle has it."""
+def _own_buffers(run: TrainingRun) -> list[UnitBuffer]:
+    return [buffer for buffer in run.buffers if not buffer.is_copy]
+
+
+def _of_buffers(buffers: Sequence[UnitBuffer], value_of: Callable[[UnitBuffer], Tensor]) -> Owned:
+    """Layout and own elements of every parameter, of a value for each element that its buffer owns."""
+    return {slot.name: buffer.counted(slot, value_of(buffer)) for buffer in buffers for slot in buffer.slots}
+
+
+def _of_shards(run: TrainingRun, value_of: Callable[[OwnedShard], Tensor]) -> Owned:
+    """The same of every trained parameter, of a value for each element of its shard."""
     return {
-        slot.name: buffer.counted(
-            slot,
-            buffer.delivered if buffer.is_trained else torch.zeros(buffer.plan.numel_owned, device=buffer.full.device),
-        )
-        for buffer in run.buffers
-        if not buffer.is_copy
-        for slot in buffer.slots
+        slot.name: each.buffer.counted(slot, value_of(each), each.span.start)
+        for each in run.shards
+        if not each.buffer.is_copy
+        for slot in each.buffer.slots
+        if slot.group == each.span.group
     }
 
 
-def owned_weights(run: TrainingRun) -> dict[str, tuple[Layout, Tensor]]:
+def _zeros(buffer: UnitBuffer) -> Tensor:
+    return torch.zeros(buffer.plan.numel_owned, device=buffer.full.device)
+
+
+def owned_gradients(run: TrainingRun) -> Owned:
+    """Layout and own elements of every gradient: zero where a parameter is frozen, as the oracle has it."""
+    return _of_buffers(_own_buffers(run), lambda each: each.delivered if each.is_trained else _zeros(each))
+
+
+def owned_weights(run: TrainingRun) -> Owned:
     """Layout and own elements of every parameter, in the master dtype, and of every correction bias that is a buffer."""
-    parameters: dict[str, tuple[Layout, Tensor]] = {}
-    for buffer in (buffer for buffer in run.buffers if not buffer.is_copy):
+    parameters: Owned = {}
+    for buffer in _own_buffers(run):
         with buffer.master_in_memory() as master:
             parameters |= {slot.name: buffer.counted(slot, master) for slot in buffer.slots}
     buffers = dict(each for stage in run.stages.values() for each in stage.model.model.named_buffers())
@@ -131,43 +151,26 @@ def owned_weights(run: TrainingRun) -> dict[str, tuple[Layout, Tensor]]:
     return parameters | {name: (Layout(tuple(bias.shape)), bias.view(-1)) for name, bias in biases.items()}
 
 
-def _find_block_starts(run: TrainingRun, owned: OwnedShard) -> Tensor:
-    states = run.optimizer.states_of(owned.shard)
-    assert isinstance(states, LowBitStates)
-    return states.block_starts(owned.shard).double()
-
-
-def owned_blocks(run: TrainingRun) -> dict[str, tuple[Layout, Tensor]]:
+def owned_blocks(run: TrainingRun) -> Owned:
     """Layout of every parameter and, for each own element, the number of the first element of its block of moments.
 
     0 for frozen parameters, so that a rank that trains nothing has something to gather, too.
     """
-    frozen = {
-        slot.name: buffer.counted(slot, torch.zeros(buffer.plan.numel_owned, device=buffer.full.device))
-        for buffer in run.buffers
-        if not buffer.is_copy and not buffer.is_trained
-        for slot in buffer.slots
-    }
-    return frozen | {
-        slot.name: each.buffer.counted(slot, _find_block_starts(run, each), each.span.start)
-        for each in run.shards
-        if not each.buffer.is_copy
-        for slot in each.buffer.slots
-        if slot.group == each.span.group
-    }
+
+    def find_starts(owned: OwnedShard) -> Tensor:
+        states = run.optimizer.states_of(owned.shard)
+        assert isinstance(states, LowBitStates)
+        return states.block_starts(owned.shard).double()
+
+    frozen = [each for each in _own_buffers(run) if not each.is_trained]
+    return _of_buffers(frozen, _zeros) | _of_shards(run, find_starts)
 
 
-def owned_averages(run: TrainingRun) -> dict[str, tuple[Layout, Tensor]]:
+def owned_averages(run: TrainingRun) -> Owned:
     """`owned_weights` with the averages of trained parameters in their place."""
     averages = run.optimizer.averages
     assert averages is not None, "no averages (train.ema)"
-    return owned_weights(run) | {
-        slot.name: each.buffer.counted(slot, averages.of(each.shard), each.span.start)
-        for each in run.shards
-        if not each.buffer.is_copy
-        for slot in each.buffer.slots
-        if slot.group == each.span.group
-    }
+    return owned_weights(run) | _of_shards(run, lambda each: averages.of(each.shard))
 
 
 def gather_codes(run: TrainingRun, mesh: Mesh, codec_of: Callable[[BufferDtypes], object]) -> dict[str, Tensor]:
@@ -175,7 +178,7 @@ def gather_codes(run: TrainingRun, mesh: Mesh, codec_of: Callable[[BufferDtypes]
 
     codec_of: the codec that is asked for, of a buffer's dtypes. Collective.
     """
-    found: dict[str, tuple[Layout, Tensor]] = {}
+    found: Owned = {}
     for index, buffer in ((index, buffer) for index, buffer in enumerate(run.buffers) if not buffer.is_copy):
         plan, axes, codec = buffer.plan, buffer.plan.axes, codec_of(buffer.plan.dtypes)
         numbers = torch.full((plan.numel_owned,), -1.0, dtype=torch.float64, device=buffer.full.device)
@@ -204,7 +207,7 @@ def initial_weights(
     return round_base(model, adapter, values)
 
 
-def gather_full(parts: dict[str, tuple[Layout, Tensor]], world: Communicator) -> dict[str, Tensor]:
+def gather_full(parts: Owned, world: Communicator) -> dict[str, Tensor]:
     """Full tensors by name, on the CPU of every rank, from the elements that each rank owns.
 
     parts: by name, the layout and its own elements, flat and in the order of the interval. Gathers over `world`, in fp64, which

@@ -23,6 +23,8 @@ from transformers.utils.logging import disable_progress_bar
 from framework.recipe.schema import STOCK_ATTENTION, Adapter, Optim, Recipe
 from framework.verify.evidence import (
     IGNORE,
+    PROBE,
+    AnswerBatch,
     Evidence,
     NothingToCompare,
     PluginForms,
@@ -33,23 +35,29 @@ from framework.verify.evidence import (
 )
 from framework.verify.plain import (
     DTYPES,
+    PlainAdapters,
     PlainLossScale,
     PlainMixtures,
-    PlainMoments,
+    PlainStability,
+    compare_answers,
     decay_nothing,
     find_constants,
     find_groups,
-    has_no_master,
     is_trained,
     learning_rate,
+    score_answers,
+    widen,
+)
+from framework.verify.plain_optimizers import Noise, PlainLion, PlainMuon, find_matrices, measure_noise
+from framework.verify.plain_rounding import (
+    PlainCodes,
+    PlainMoments,
+    PlainReduction,
+    has_no_master,
     multiply_in_fp8,
     round_master,
+    round_rows_of_experts,
 )
-from framework.verify.plain_adapters import PlainAdapters
-from framework.verify.plain_codes import PlainCodes, PlainReduction, round_rows_of_experts
-from framework.verify.plain_optimizers import Noise, PlainLion, PlainMuon, find_matrices, measure_noise
-from framework.verify.plain_preferences import PROBE, AnswerBatch, compare_answers, score_answers
-from framework.verify.plain_stability import PlainStability, widen
 
 CPU = torch.device("cpu")
 # For Lion: how many more times each step's gradients are computed, from weights that are rounded differently.

@@ -1,27 +1,32 @@
-"""The oracle's parts, written from the recipe's words in plain torch: parameter groups, learning rates, the loss scale,
-rounding of moments and weights, fp8 layers, and mixtures of experts.
+"""The oracle's parts, written from the recipe's words in plain torch: parameter groups, learning rates, losses of preferences,
+the loss scale, adapters, mixtures of experts, and corrections of an update (decay by the peak rate, clipped updates, QK-clip,
+averages of weights).
 
 Nothing here is shared with the layouts under test. Norms are found by the stock model's classes here, and by names in
-`optim/groups.py`: two ways to one set.
+`optim/groups.py`: two ways to one set. Losses are DPO (arXiv 2305.18290, eq. 7), IPO (2310.12036, eq. 17, of means over tokens),
+KTO (2402.01306, eq. 8 with both weights 1), ORPO (2403.07691, eq. 6 and 7) and SimPO (2405.14734, eq. 6); adapters are LoRA (Hu
+et al. 2021, arXiv 2106.09685) and DoRA (Liu et al. 2024, arXiv 2402.09353). The logits of each head are noted by an attention
+function of the stock model.
 """
 
-import hashlib
 import inspect
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 from transformers.pytorch_utils import Conv1D
 
-from framework.recipe.schema import Adapter, LearningRateSchedule, Model, Optim, Precision, Recipe
+from framework.recipe.schema import Adapter, LearningRateSchedule, LossSettings, Model, Optim, Precision, Recipe
+from framework.verify.evidence import IGNORE, WANTED
 
 # fp8 is of matmuls only: their inputs and outputs are bf16.
 DTYPES = {
@@ -33,14 +38,6 @@ DTYPES = {
 }
 
 INITIAL, GROWTH_STEPS = 65536.0, 2000
-SECOND = "exp_avg_sq"
-LEAST_EXPONENT = -126  # of normal fp32 numbers
-BLOCK = 64  # elements that share an exponent in int8
-MASK = 0xFFFFFFFF
-# Rounds of the hash `triple32`: (shift, factor) each, then a last shift.
-ROUNDS, LAST_SHIFT = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB)), 14
-# Alignment that torchao's layers require.
-ALIGNMENT = 16
 CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias")
 # Weights of pairs are compared in these units: those that differ by rounding are equal.
 UNIT = 2.0**-16
@@ -108,6 +105,35 @@ def learning_rate(step: int, schedule: LearningRateSchedule, peak: float, steps:
     return least + (peak - least) * (1 - passed)
 
 
+def score_answers(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and numbers of tokens of rows that have labels, [n] each.  logits: [rows, T, V]; labels: [rows, T]."""
+    losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORE, reduction="none")
+    lengths = (labels != IGNORE).sum(1)
+    return -losses[lengths > 0].sum(1), lengths[lengths > 0]
+
+
+def compare_answers(
+    loss: LossSettings, log_p: Tensor, lengths: Tensor, kinds: Tensor, reference: Tensor, divergence: float
+) -> Tensor:
+    """The losses of pairs, [n / 2], from the numbers of their answers, [n] each. divergence: kto's, of the whole batch."""
+    beta, ratio, mean = loss.beta, log_p - reference, log_p / lengths
+    match loss.name:
+        case "dpo":
+            return -torch.log(torch.sigmoid(beta * (ratio[::2] - ratio[1::2])))
+        case "ipo":
+            of_token = ratio / lengths
+            return (of_token[::2] - of_token[1::2] - 1 / (2 * beta)) ** 2
+        case "simpo":
+            return -torch.log(torch.sigmoid(beta * mean[::2] - beta * mean[1::2] - loss.margin))
+        case "orpo":
+            odds = mean.exp() / (1 - mean.exp())
+            return -mean[::2] - beta * torch.log(torch.sigmoid(torch.log(odds[::2] / odds[1::2])))
+        case "kto":
+            surplus = ratio[::2] - divergence
+            return 1 - torch.sigmoid(beta * torch.where(kinds[::2] == WANTED, surplus, -surplus))
+    raise AssertionError(f"{loss.name} compares no answers")
+
+
 class PlainLossScale:
     """Loss scale as textbooks have it: a Python number, updated on the host in each step.
 
@@ -135,171 +161,6 @@ class PlainLossScale:
             elif self._clean == GROWTH_STEPS:
                 self.value, self._clean = 2 * self.value, 0
         return self._is_finite
-
-
-def draw_words(numel: int, key: tuple[int | str, ...]) -> Tensor:
-    """Random words of a parameter's elements in row-major order, int64 [numel] in [0, 2^32).
-
-    triple32 of an element's number, with a word of the key's digest added before each of its rounds.
-    """
-    assert numel <= MASK, "numbers of elements are 32 bits here"
-    digest = hashlib.blake2b("/".join(map(str, (*key, 0))).encode(), digest_size=12).digest()
-    words = torch.arange(numel)
-    for at, (shift, factor) in enumerate(ROUNDS):
-        words = (words + int.from_bytes(digest[4 * at : 4 * at + 4], "little")) & MASK
-        words = ((words ^ (words >> shift)) * factor) & MASK
-    return words ^ (words >> LAST_SHIFT)
-
-
-def has_no_master(precision: Precision) -> bool:
-    """Whether the optimizer updates the weights that are computed with."""
-    return precision.master == "none" and precision.compute == "bf16"
-
-
-@torch.no_grad()
-def round_master(master: Tensor, key: tuple[int | str, ...]) -> None:
-    """Round a parameter, fp32 of any shape, in place: to the bf16 number on its side of zero, or with the probability of the
-    distance to the next one."""
-    words = draw_words(master.numel(), key).to(master.device)
-    exact = master.flatten().double()
-    nearest = exact.bfloat16()
-    is_beyond = nearest.double().abs() > exact.abs()
-    below = torch.where(is_beyond, torch.nextafter(nearest, torch.zeros_like(nearest)), nearest)
-    above = torch.nextafter(below, torch.full_like(below, torch.inf).copysign(master.flatten().bfloat16()))
-    share = (exact - below.double()) / (above.double() - below.double())
-    chosen = torch.where(share + (words & 0xFFFF).double() / 65536 >= 1.0, above, below)
-    master.copy_(chosen.view_as(master))
-
-
-@dataclass(frozen=True)
-class PlainMoments:
-    """Rounding of a stock optimizer's moments to bf16 or int8 after each step, in fp64 arithmetic.
-
-    In int8 the smallest number of a block depends on its largest, and blocks are cut where ranks' shards are, so the oracle takes
-    from the layout which elements share a block.
-    """
-
-    optim: Optim
-    # precision.moments
-    dtype: str
-    seed: int
-    # First element of each element's block, by parameter and in its shape. Empty: blocks of BLOCK elements.
-    blocks: Mapping[str, Tensor]
-
-    def round(self, optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter], step: int) -> None:
-        """Round the moments after a step, in place."""
-        if self.dtype == "fp32":
-            return
-        for name, master in masters.items():
-            moments = {key: optimizer.state[master][key] for key in self._retained() if key in optimizer.state[master]}
-            words = draw_words(master.numel() if moments else 0, (self.seed, "moments", step, name)).to(master.device)
-            for index, (key, moment) in enumerate(moments.items()):
-                chance = ((words >> 16 * index) & 0xFFFF).double() / 65536
-                if not self._is_drawn(key):
-                    chance = torch.full_like(chance, 0.5)  # to nearest
-                rounded = self._round(name, moment.detach().float().double().flatten(), chance, key)
-                moment.copy_(rounded.view_as(moment))
-
-    def _retained(self) -> dict[str, float]:
-        """The states of stock optimizers and the share of each that a step retains, in the order in which they take their random
-        bits: the lower half of a word, the upper."""
-        betas = self.optim.betas
-        names = {"adamw": ("exp_avg", SECOND), "lion": ("", "m"), "sgd": ("momentum_buffer",)}[self.optim.name]
-        retained = (self.optim.momentum,) if self.optim.name == "sgd" else betas
-        return {name: share for name, share in zip(names, retained, strict=True) if name}
-
-    def _is_drawn(self, key: str) -> bool:
-        """Whether a moment is rounded stochastically: a second one, and a first one that moves by less than half a spacing."""
-        return key == SECOND or 1 - self._retained()[key] < 2.0 ** -(self._mantissa_bits(key) + 1)
-
-    def _mantissa_bits(self, key: str) -> int:
-        if self.dtype == "bf16":
-            return 7
-        return 4 if key == SECOND else 3
-
-    def _round(self, name: str, values: Tensor, chance: Tensor, key: str) -> Tensor:
-        rounded = _round_mantissa(values, chance, self._mantissa_bits(key))
-        if self.dtype == "bf16":
-            return rounded
-        starts = self.blocks[name].flatten() if name in self.blocks else torch.arange(len(values)) // BLOCK * BLOCK
-        starts = starts.to(values.device, torch.int64)
-        largest = torch.zeros_like(values).scatter_reduce_(0, starts, rounded.abs(), "amax")[starts]
-        smallest = _find_smallest(largest, self._mantissa_bits(key), 256 if key == SECOND else 128)
-        is_kept = values > 0 if key == SECOND else values.abs() > chance * smallest
-        return torch.where(values.abs() < smallest, is_kept * smallest * values.sign(), rounded)
-
-
-def _round_mantissa(values: Tensor, chance: Tensor, bits: int) -> Tensor:
-    """Numbers of so many mantissa bits: the one below in magnitude, or the next if `chance` carries the value over it."""
-    spacing = power_of_two(exponent_of(values).clamp(min=LEAST_EXPONENT) - bits)
-    return values.sign() * (values.abs() / spacing + chance).floor() * spacing
-
-
-def _find_smallest(largest: Tensor, mantissa_bits: int, count: int) -> Tensor:
-    """The smallest number of a block, by its largest: its fp32 bits begin with `base + 1`. count: magnitudes of a code."""
-    exponent = exponent_of(largest).clamp(min=LEAST_EXPONENT - 1) - LEAST_EXPONENT + 1
-    base = ((exponent + 1) * 2**mantissa_bits - count).clamp(min=0)
-    return ((base + 1) << (23 - mantissa_bits)).int().view(torch.float32).double()
-
-
-def exponent_of(values: Tensor) -> Tensor:
-    """floor(log2 |x|), int64; far below all of fp32's for 0."""
-    exponent = torch.frexp(values).exponent.long() - 1
-    return torch.where(values == 0, 2 * LEAST_EXPONENT, exponent)
-
-
-def power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent in fp64, exact."""
-    return ((exponent + 1023) << 52).view(torch.float64)
-
-
-def multiply_in_fp8(model: PreTrainedModel, scaling: str, device: torch.device) -> None:
-    """Replace the trained linear layers of the model's decoder layers by torchao's, emulated where the device has no fp8."""
-    # torchao is an optional dependency, and takes two seconds to import.
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    named = Float8LinearConfig.from_recipe_name(f"{scaling}wise")
-    config = replace(named, round_scales_to_power_of_2=True, emulate=not _has_kernel(device))
-    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
-    # The decoder's layers: of a list of experts its layer has more.
-    for layer in max(lists, key=lambda each: sum(one.numel() for one in each.parameters()), default=()):
-        convert_to_float8_training(layer, config=config, module_filter_fn=_is_taken)
-        for parent in list(layer.modules()):
-            for name, module in parent.named_children():
-                if type(module) is Conv1D and _fits(module):
-                    setattr(parent, name, _Fp8Conv1D(module, config))
-
-
-class _Fp8Conv1D(nn.Module):
-    """transformers' Conv1D, a linear layer whose weight [K, N] is transposed, by torchao's layer. Keeps the parameters' names."""
-
-    def __init__(self, conv: Conv1D, config: Any) -> None:
-        from torchao.float8.float8_linear import Float8Linear
-
-        super().__init__()
-        self.weight, self.bias = conv.weight, conv.bias
-        num_in, num_out = conv.weight.shape
-        empty = nn.Linear(num_in, num_out, device="meta", dtype=conv.weight.dtype)
-        # In a list: its own parameters are none of the model's.
-        self._linear = [Float8Linear.from_float(empty, config)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = functional_call(self._linear[0], {"weight": self.weight.t(), "bias": self.bias}, (x,))
-        return found
-
-
-def _is_taken(module: nn.Module, name: str) -> bool:
-    return type(module) is nn.Linear and _fits(module)
-
-
-def _fits(module: nn.Module) -> bool:
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    return weight.requires_grad and all(size % ALIGNMENT == 0 for size in weight.shape)
-
-
-def _has_kernel(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class PlainMixtures:
@@ -380,6 +241,49 @@ class PlainMixtures:
         return dropped
 
 
+class PlainAdapters:
+    """Adapters as their papers state them: the model computes with merged weights, whose gradients the chain rule takes to A, B
+    and the magnitudes. masters: by name, with those of adapters."""
+
+    def __init__(self, model: PreTrainedModel, adapter: Adapter, masters: Mapping[str, nn.Parameter]):
+        self._scale = adapter.alpha / (math.sqrt(adapter.rank) if adapter.rank_stabilized else adapter.rank)
+        self._masters = masters
+        # Prefix of an adapter's names, by the name of its weight. Linear layers have one weight, stacks several.
+        prefixes = [name.removesuffix("lora_A") for name in masters if name.endswith("lora_A")]
+        self._prefixes = {f"{each}weight" if each.endswith(".") else each[:-1]: each for each in prefixes}
+        holders = {name: model.get_submodule(name.rpartition(".")[0]) for name in self._prefixes}
+        self._transposed = {name for name, holder in holders.items() if self._is_transposed(holder)}
+        self._merged: dict[str, Tensor] = {}
+
+    def names(self) -> list[str]:
+        """The weights that are merged."""
+        return list(self._prefixes)
+
+    def merge(self) -> dict[str, Tensor]:
+        """The merged weights, in the masters' dtype; `accumulate` goes back from these."""
+        self._merged = {name: self._merge(name, prefix) for name, prefix in self._prefixes.items()}
+        return self._merged
+
+    def accumulate(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add to the masters' gradients those that follow from the gradients of merged weights."""
+        found = [name for name in self._merged if name in gradients]
+        torch.autograd.backward(
+            [self._merged[name] for name in found], [gradients[name] for name in found], retain_graph=True
+        )
+
+    def _merge(self, name: str, prefix: str) -> Tensor:
+        weight = self._masters[name].detach()
+        weight = weight.mT if name in self._transposed else weight
+        merged = weight + self._scale * self._masters[f"{prefix}lora_B"] @ self._masters[f"{prefix}lora_A"]
+        if (magnitude := self._masters.get(f"{prefix}lora_magnitude_vector")) is not None:
+            merged = (magnitude / merged.detach().norm(dim=1))[:, None] * merged
+        return merged.mT if name in self._transposed else merged
+
+    @staticmethod
+    def _is_transposed(module: nn.Module) -> bool:
+        return isinstance(module, Conv1D) or bool(getattr(module, "is_transposed", False))
+
+
 def find_experts(model: nn.Module) -> dict[str, int]:
     """Paths of the modules that are called with tokens, their experts and weights; with the number of experts of each."""
     return {
@@ -408,3 +312,139 @@ def _find_bias(model: nn.Module, path: str) -> str:
         ),
         "",
     )
+
+
+IMPLEMENTATION = "meshwright_oracle"
+# Names of projections of queries.
+QUERIES = ("q_proj", "c_attn", "qkv_proj", "query_key_value", "q_b_proj", "query")
+
+
+def widen(model: PreTrainedModel, base: PreTrainedModel) -> dict[str, tuple[float, float]]:
+    """Factors of initial values and of learning rates under muP, by the name of a parameter. base: the narrower model."""
+    factors, narrow = {}, dict(base.named_parameters())
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(path, recurse=False):
+            if parameter.ndim < 2 or isinstance(module, nn.Embedding):
+                continue
+            ratios = [a / b for a, b in zip(parameter.shape[-2:], narrow[name].shape[-2:], strict=True)]
+            turned = isinstance(module, Conv1D) or getattr(module, "is_transposed", False)
+            fan_in, fan_out = ratios if turned else ratios[::-1]
+            factors[name] = (fan_in**-1.0 if fan_out == 1.0 else fan_in**-0.5), fan_in**-1.0
+    return factors
+
+
+def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
+    """transformers' SDPA attention, or its words with a soft cap, which SDPA has not; it notes on the module the largest logit of
+    each key head, before the cap."""
+    noted, cap = vars(module).get("noted_logits"), options.get("softcap")
+    group = query.shape[1] // key.shape[1]
+    logits = (options.get("scaling") or query.shape[-1] ** -0.5) * query @ key.repeat_interleave(group, 1).mT
+    seen = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
+    if mask is not None:
+        seen = seen & (mask if mask.dtype == torch.bool else mask == 0)
+    if noted is not None and module.training:
+        real = noted["kit"].real
+        counted = seen if real is None else seen & real.view(len(query), 1, -1, 1)
+        found = logits.detach().masked_fill(~counted, -inf).amax((0, 2, 3)).view(-1, group).amax(1)
+        noted["largest"] = found.maximum(noted["largest"]) if "largest" in noted else found
+    if cap is None:
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
+    weights = (cap * torch.tanh(logits / cap)).masked_fill(~seen, -inf).softmax(-1)
+    weights = nn.functional.dropout(weights, options.get("dropout", 0.0), module.training)
+    return (weights @ value.repeat_interleave(group, 1)).transpose(1, 2), None
+
+
+AttentionInterface.register(IMPLEMENTATION, _attend)
+AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+
+
+class PlainStability:
+    """Corrections of updates by the recipe. real: of rows that are padded, which tokens are real; None: all."""
+
+    def __init__(self, recipe: Recipe, model: PreTrainedModel):
+        self._optim, self._ema = recipe.optim, recipe.train.ema
+        self.real: Tensor | None = None
+        self._before: list[Tensor] = []
+        self._attentions: dict[str, nn.Module] = {}
+        if self._optim.qk_clip is not None:
+            model.set_attn_implementation(IMPLEMENTATION)
+            self._attentions = {
+                path: each
+                for path, each in model.named_modules()
+                if any(isinstance(getattr(each, name, None), nn.Linear | Conv1D) for name in QUERIES)
+            }
+
+    def start(self) -> None:
+        """Forget the logits that were noted."""
+        for each in self._attentions.values():
+            vars(each)["noted_logits"] = {"kit": self}
+
+    @torch.no_grad()
+    def prepare_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Decay by the peak rate where the recipe says so, and keep the weights. optimizer: with a group for each weight."""
+        for group in optimizer.param_groups:
+            (master,) = group["params"]
+            if self._optim.decay_follows == "peak" and master.grad is not None:
+                master *= 1 - self._optim.lr * group["lr_ratio"] * group["decay"]
+        self._before = [group["params"][0].detach().clone() for group in optimizer.param_groups]
+
+    @torch.no_grad()
+    def correct_update(self, optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter]) -> None:
+        """Shorten updates whose root mean square over the learning rate is above the limit; then scale projections."""
+        limit = self._optim.clip_update
+        for group, old in zip(optimizer.param_groups, self._before, strict=True):
+            (master,) = group["params"]
+            if limit is not None and master.grad is not None:
+                decay = 0.0 if self._optim.name == "sgd" else group["lr"] * group["weight_decay"]
+                update = (master - (1 - decay) * old) / group["lr"]
+                rms = update.pow(2).mean().sqrt()
+                if rms > limit:
+                    master.copy_((1 - decay) * old + group["lr"] * update * limit / rms)
+        if self._optim.qk_clip is not None:
+            self._clip_logits(self._optim.qk_clip, masters)
+
+    @torch.no_grad()
+    def average(self, averages: Mapping[str, Tensor], masters: Mapping[str, nn.Parameter]) -> None:
+        """Move averages towards the masters."""
+        decay = self._ema or 0.0
+        for name, average in averages.items():
+            average.copy_(decay * average + (1 - decay) * masters[name])
+
+    def _clip_logits(self, limit: float, masters: Mapping[str, nn.Parameter]) -> None:
+        """Scale the projections of heads with larger logits than the limit."""
+        for path, attention in self._attentions.items():
+            largest = vars(attention)["noted_logits"]["largest"].double()
+            factor = torch.where(largest > limit, limit / largest, 1.0)
+            for name, master in masters.items():
+                kind = name.removeprefix(f"{path}.").split(".")[0]
+                if name.startswith(f"{path}.") and (rows := _scales(attention, kind, factor)):
+                    dim = 1 if isinstance(getattr(attention, kind), Conv1D) and master.ndim == 2 else 0
+                    scale = torch.cat(
+                        [each.repeat_interleave(master.shape[dim] // sum(map(len, rows))) for each in rows]
+                    )
+                    master.mul_((scale if dim or master.ndim == 1 else scale[:, None]).to(master.dtype))
+
+
+def _scales(attention: Any, kind: str, factor: Tensor) -> list[Tensor]:
+    """Factors of equally many rows of a projection, one after another."""
+    root, ones = factor.sqrt(), torch.ones_like(factor)
+    if hasattr(attention, "qk_nope_head_dim"):
+        nope, rope, value = attention.qk_nope_head_dim, attention.qk_rope_head_dim, attention.v_head_dim
+        if kind in ("q_proj", "q_b_proj"):
+            return [each for s, f in zip(root, factor, strict=True) for each in (s.expand(nope), f.expand(rope))]
+        return [each for s, o in zip(root, ones, strict=True) for each in (s.expand(nope), o.expand(value))] * (
+            kind == "kv_b_proj"
+        )
+    config = attention.config
+    heads = getattr(config, "num_attention_heads", None) or config.n_head
+    queries = root.repeat_interleave(heads // len(root))
+    match kind:
+        case "q_proj" | "query":
+            return [queries]
+        case "k_proj" | "key":
+            return [root]
+        case "c_attn" | "qkv_proj":
+            return [queries, root, ones]
+        case "query_key_value":
+            return [torch.stack([root, root, ones], 1).flatten()]
+    return []

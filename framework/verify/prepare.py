@@ -1,7 +1,7 @@
 """From a user's recipe to the run that a verification compares: the recipe made small, or with --strict as it is.
 
 The small version keeps the optimizer, groups, freezing, clipping, ZeRO, activation checkpointing, the schedule's shape, and the
-degrees but for dp, and for ep where few ranks or the small model's experts do not take it. `left_out.py` tells the user of every
+degrees but for dp, and for ep where few ranks or the small model's experts do not take it. `sides.py` tells the user of every
 change. A strict verification keeps sizes, dtypes, ranks and `torch.compile`; only the data is random tokens, and only the first
 steps are run. Where that is impossible the recipe is refused with everything that would have to be left out.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from framework.data.open_data import find_sequence_problems
+from framework.data.loader import find_sequence_problems
 from framework.errors import RecipeError, TopologyError
 from framework.mesh.topology import count_passing
 from framework.model.experts import count_all_experts
@@ -32,8 +32,15 @@ from framework.plan.policies import keep_chunked_loss
 from framework.recipe.derive import Derived, context_degrees, count_expert_slices, count_virtual_stages, derive
 from framework.recipe.problem import render_problems
 from framework.recipe.schema import Batch, LearningRateSchedule, Model, Optim, Parallel, Recipe, Zero
-from framework.verify.left_out import ChangedValue, find_changes, find_config_changes, find_dropout, find_lots
-from framework.verify.sides import PRECISIONS, Sides
+from framework.verify.sides import (
+    PRECISIONS,
+    ChangedValue,
+    Sides,
+    find_changes,
+    find_config_changes,
+    find_dropout,
+    find_lots,
+)
 
 MAX_RANKS = 4
 # Elements of a small model's matrix that still travels as codes.

@@ -19,11 +19,10 @@ from transformers import AutoConfig, PretrainedConfig
 
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import ClusterRates, Grid
-from framework.plan.forecast import TimeForecast
 from framework.plan.profile import Profile
 from framework.plan.shape import DEFAULT, ModelShape, make_shape
-from framework.plan.time import TimeModel
-from framework.recipe.clusters import read_shipped
+from framework.plan.time import TimeForecast, TimeModel
+from framework.recipe.machines import read_shipped
 from framework.recipe.schema import Memory, Recipe, Zero
 
 H100 = ClusterRates.from_group(read_shipped("h100_ib"))

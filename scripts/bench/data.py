@@ -16,9 +16,9 @@ from statistics import median
 
 import numpy as np
 
+from framework.commands.prepare import prepare_command
 from framework.data.join import JoinPlan, join_store
 from framework.data.loader import Loader
-from framework.data.prepare import prepare_command
 from framework.data.prepared import Prepared, PreparedSource
 from framework.data.shard import SplitReport, SplitWriter, sum_splits
 from framework.data.store import STORE_VERSION, StoreMeta, open_stream

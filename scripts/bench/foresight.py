@@ -34,7 +34,7 @@ from framework.errors import MeshwrightError
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import ClusterRates
 from framework.plan.shape import make_shape
-from framework.recipe.clusters import read_shipped
+from framework.recipe.machines import read_shipped
 from scripts.bench.nanotron import GIB, UNITS, Choice, Fitted, Llama, Nanotron, find_refusal, split_blocks
 
 CONTEXT = 4096

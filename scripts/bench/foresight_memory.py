@@ -42,8 +42,8 @@ from framework.data.pack import Microbatch, cut_context
 from framework.errors import MeshwrightError
 from framework.model.load import load_config
 from framework.optim.optimizers import state_names
-from framework.plan.memory import KINDS, measure_units, total_on_device
 from framework.plan.plan import Plan, make_plan
+from framework.plan.state_bytes import KINDS, measure_units, total_on_device
 from framework.recipe.compose import compose
 from framework.recipe.schema import Batch, Launch, Memory, Model, Precision, Recipe
 from framework.train.build import build

@@ -37,11 +37,10 @@ from framework.model.load import load_config
 from framework.plan.candidate import OFFLOADED, candidate_of, recipe_of
 from framework.plan.cluster import ClusterRates
 from framework.plan.find import AS_FAST, Question, best_of, least_of_fastest, resolved, search
-from framework.plan.forecast import TimeForecast
 from framework.plan.plan import make_plan
 from framework.plan.search import Ranked
 from framework.plan.shape import make_shape
-from framework.plan.time import TimeModel
+from framework.plan.time import TimeForecast, TimeModel
 from framework.recipe import schema
 from framework.recipe.check import check_recipe
 from framework.recipe.compose import compose

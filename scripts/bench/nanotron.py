@@ -24,8 +24,9 @@ from math import ceil, inf
 
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import ClusterRates
-from framework.plan.forecast import MemoryForecast, StageMemory, TimeForecast
+from framework.plan.forecast_memory import MemoryForecast, StageMemory
 from framework.plan.shape import ModelShape
+from framework.plan.time import TimeForecast
 
 GIB = 2**30
 # Bytes that a layer keeps of a token for backward. For each hidden feature: both norms' inputs and outputs 8, queries 2, rotated

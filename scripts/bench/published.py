@@ -24,9 +24,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from framework.plan.candidate import Candidate
-from framework.plan.forecast import TimeForecast
 from framework.plan.shape import DEFAULT, ModelShape, make_shape
-from framework.plan.time import TimeModel
+from framework.plan.time import TimeForecast, TimeModel
 from scripts.bench.published_models import make_config
 from scripts.bench.systems import FITTED, UNFITTED, UNITS, Fitted, System, find_system
 

@@ -19,7 +19,7 @@ from framework.plan.profile import (
     Profile,
 )
 from framework.plan.shape import DEFAULT
-from framework.recipe.clusters import read_shipped
+from framework.recipe.machines import read_shipped
 from framework.recipe.schema import Recipe
 from scripts.bench.profiles import AUTOMODEL, MEGATRON
 

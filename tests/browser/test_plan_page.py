@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from framework.output import GIB, show_seconds
 from framework.plan.check import check_layout
 from framework.plan.forecast_plan import PlanForecast, forecast_plan
 from framework.plan.page_html import MOST_BYTES, Page, render_html
-from framework.plan.page_of_plan import make_page
-from framework.plan.text import GIB, show_seconds
+from framework.plan.pages import make_page
 from framework.recipe.compose import compose
 from tests.browser.chromium import Chromium, Tab
 from tests.grid import IN_TURN, few_of

@@ -9,8 +9,7 @@ import pytest
 
 from framework.plan.page_html import MOST_BYTES, render_html
 from framework.track.goodput import Event, Note, append_note
-from framework.track.jsonl import LOADS_FILE, metrics_of
-from framework.track.lines import append_line
+from framework.track.jsonl import LOADS_FILE, append_line, metrics_of
 from framework.track.mirror import chart_values
 from framework.track.page import curve_chart, make_page
 from framework.track.report import HANGS_FILE, Curve, RunInfo, StepReport

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from framework.plan.find import Question
+from framework.output import GIB, show_seconds
+from framework.plan.find import Question, explore
 from framework.plan.page_html import MOST_BYTES, render_html
-from framework.plan.page_of_search import CHOICES, choice_of, choose_rows, explore, make_search_page, missing_bytes
-from framework.plan.rejections import describe
-from framework.plan.search import Ranked, Search
-from framework.plan.text import GIB, show_seconds
+from framework.plan.pages import CHOICES, choice_of, choose_rows, make_search_page
+from framework.plan.search import Ranked, Search, describe
 from framework.recipe.compose import compose
 from tests.browser.chromium import Chromium, Tab
 from tests.grid import IN_TURN
@@ -85,11 +84,7 @@ def picked(tab: Tab) -> dict[str, str]:
 def is_said_of(said: dict[str, str], layout: Ranked) -> bool:
     """Whether all that the page says of the picked layout is what was foretold of this one."""
     time, memory = layout.forecast.time, layout.forecast.memory
-    room = (
-        f"{missing_bytes(layout) / GIB:,.1f} GiB over"
-        if missing_bytes(layout)
-        else f"{memory.spare / GIB:,.1f} GiB to spare"
-    )
+    room = f"{layout.missing / GIB:,.1f} GiB over" if layout.missing else f"{memory.spare / GIB:,.1f} GiB to spare"
     expected = {
         "layout": describe(layout.candidate),
         "step": show_seconds(time.step_s),
@@ -151,7 +146,7 @@ def test_a_row_of_what_does_not_fit_is_red(tab: Tab, layouts) -> None:
         tab.ask(f"document.querySelector('#layouts tbody tr[data-number=\"{number}\"]').click()")
     tab.wait_until(f"document.querySelector('[data-picked]').dataset.picked === '{number}'")
     assert is_said_of(picked(tab), over[0])
-    words = f"{missing_bytes(over[0]) / GIB:,.1f} GiB over"
+    words = f"{over[0].missing / GIB:,.1f} GiB over"
     tab.wait_until(f"document.getElementById('picked_memory').textContent.includes('{words}')")
     assert (
         tab.ask("getComputedStyle(document.querySelector('#picked [data-value=verdict]')).color") == "rgb(179, 22, 42)"

@@ -14,8 +14,7 @@ from pathlib import Path
 from framework.errors import EXIT_DONE, EXIT_RESUME, DataError, NumericsError
 from framework.launch.directory import RunDirectory
 from framework.launch.process import end_hung, report_error, run_process
-from framework.monitor.progress import FIRST_STEPS
-from framework.monitor.stop import StopRequest
+from framework.monitor.progress import FIRST_STEPS, StopRequest
 from framework.monitor.watchdog import Watchdog
 
 RANK = int(os.environ["RANK"])
@@ -104,9 +103,8 @@ def add_until_asked(folder: Path) -> int:
     from framework.comm.connect import connect, launched_place, open_store_beside
     from framework.comm.objects import all_gather_object, broadcast_object
     from framework.mesh.topology import Topology
-    from framework.monitor.phases import Phase
-    from framework.monitor.progress import Progress
-    from framework.recipe.deadlines import Deadlines
+    from framework.monitor.progress import Phase, Progress
+    from framework.recipe.machines import Deadlines
 
     progress, (rank, world) = Progress(), launched_place()
     deadlines = Deadlines(step=60.0, first_steps=60.0, start=60.0, save=60.0, validate=60.0)
@@ -136,9 +134,8 @@ def reduce_watched(folder, hangs) -> None:
     from framework.comm.connect import connect, launched_place, open_store_beside
     from framework.mesh.topology import Topology
     from framework.monitor.hang import TRAINING
-    from framework.monitor.phases import Phase
-    from framework.monitor.progress import Progress
-    from framework.recipe.deadlines import Deadlines
+    from framework.monitor.progress import Phase, Progress
+    from framework.recipe.machines import Deadlines
 
     progress, place = Progress(), launched_place()
     deadlines = Deadlines(step=2.0, first_steps=60.0, start=60.0, save=60.0, validate=60.0)

@@ -15,11 +15,11 @@ from framework.checkpoint import folder as checkpoint_folder
 from framework.checkpoint import save, staging
 from framework.checkpoint.blocks import BlockHashes
 from framework.checkpoint.commit import COMMITTED_POINTS, RANK_POINTS, SAVE_POINTS, Retention, list_checkpoints, step_of
-from framework.checkpoint.folder import DirectFile
 from framework.checkpoint.index import BLOCK_BYTES, DamagedCheckpoint
 from framework.checkpoint.load import load_checkpoint, load_newest
 from framework.checkpoint.save import CPU, Saver
 from framework.checkpoint.staging import Entry, StagedFile, StagingMemory
+from framework.checkpoint.storage import DirectFile
 from framework.comm.communicator import Communicator
 from framework.comm.transfer import Moment
 from framework.errors import CheckpointError

@@ -37,10 +37,9 @@ from framework.launch.directory import RunDirectory
 from framework.lease import Holder, Lease, read_lease, take
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Axis
-from framework.monitor.stop import SAVE_FILE
+from framework.monitor.progress import SAVE_FILE
 from framework.track.jsonl import METRICS_FILE, Jsonl, read_records
-from framework.track.observers import Observers
-from framework.track.report import RunInfo, StepReport, save_run_info
+from framework.track.report import Observers, RunInfo, StepReport, save_run_info
 from tests import tiny_run
 from tests.grid import IN_TURN, few_of
 

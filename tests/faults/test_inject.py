@@ -5,6 +5,7 @@ Ranks are forked from the test's process, which has imported torch. The ledger o
 
 import json
 import multiprocessing
+import os
 import shutil
 import signal
 from contextlib import suppress
@@ -16,15 +17,12 @@ import torch
 
 from framework.checkpoint.commit import SAVE_POINTS, newest_checkpoint
 from framework.checkpoint.index import DamagedCheckpoint, read_manifest
-from framework.checkpoint.inspect import verify_files
-from framework.checkpoint.load import Reader
+from framework.checkpoint.load import Reader, verify_files
 from framework.cli import main
 from framework.commands.trained_model import _read
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_MEMORY, EXIT_RESUME, EXIT_USER
-from framework.faults import injector
-from framework.faults.injector import FaultInjector
-from framework.faults.plan import HOWS, KINDS, Fault, parse_fault, plan_faults, read_log
-from framework.monitor.phases import Phase
+from framework.faults import HOWS, KINDS, Fault, FaultInjector, note_fault, parse_fault, plan_faults, read_log
+from framework.monitor.progress import Phase
 from framework.track.sample_ledger import find_ledger_problems, read_lineage
 from tests import tiny_run
 from tests.grid import IN_TURN
@@ -222,6 +220,15 @@ def test_list_explains_all_faults_and_those_of_a_run(capsys):
     (folder / "recipe.yaml").write_text(Path("runs/whole/recipe.yaml").read_text())
     assert main(["inject", "runs/listed", "--list"]) == EXIT_DONE
     assert "planned  kill rank=0 step=3" in capsys.readouterr().out
+    with (folder / "faults.jsonl").open("a") as file:
+        file.write('{"kind": "kill", "rank')  # a full disk
+    (folder / "faults.log").write_text('{"unix_s": 1, "fault": "kill"}\n{"unix_s": "x", "fault": 3}\n')
+    plan_faults(folder, [Fault("nan", "a", step=4)])
+    note_fault(folder, Fault("nan", "a", step=4), 0, step=4)
+    assert main(["inject", "runs/listed", "--list"]) == EXIT_DONE
+    said = capsys.readouterr().out
+    assert "planned  nan rank=0 step=4" in said, "a fault behind a torn line counts"
+    assert said.count("injected") == 1, "lines without fields are left out"
 
 
 class Signals:
@@ -229,7 +236,7 @@ class Signals:
 
     def __init__(self, monkeypatch):
         self.sent = []
-        monkeypatch.setattr(injector.os, "kill", lambda pid, number: self.sent.append(number))
+        monkeypatch.setattr(os, "kill", lambda pid, number: self.sent.append(number))
 
 
 def test_a_fault_comes_as_often_as_it_was_asked_for_and_not_again_after_a_restart(tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from framework.model.load import load_config
 from framework.monitor.watchdog import Watchdog
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
-from framework.track.observers import Observers
+from framework.track.report import Observers
 from framework.train import rank as train
 from framework.train import saves
 from framework.train.loop import Loop

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from framework.monitor.stop import STOP_SIGNALS, StopRequest
+from framework.monitor.progress import STOP_SIGNALS, StopRequest
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)

@@ -42,11 +42,8 @@ FLOOR_OF_ROOM = {room: floor for floor, rooms in enumerate(FLOORS) for room in r
 ORACLE = (
     "oracle",
     "plain",
-    "plain_adapters",
-    "plain_codes",
     "plain_optimizers",
-    "plain_preferences",
-    "plain_stability",
+    "plain_rounding",
     "evidence",
     "compare",
 )

@@ -22,15 +22,15 @@ from framework.model.units import Unit, find_units
 from framework.parallel import parallelize
 from framework.parallel.attention import find_stock_attention
 from framework.plan import plan as plan_module
-from framework.plan import stage as stage_module
+from framework.plan import shape as shape_module
+from framework.plan.forecast_plan import measure_traffic
 from framework.plan.plan import make_plan
-from framework.plan.rejections import FIELDS_OF_KEYS
-from framework.plan.traffic import measure_traffic
+from framework.plan.space import FIELDS_OF_KEYS
 from framework.recipe import derive as derive_module
+from framework.recipe.check import FOLLOWING_KEYS, LAYOUT_KEYS
 from framework.recipe.compose import compose
-from framework.recipe.layout_keys import FOLLOWING_KEYS, LAYOUT_KEYS
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
-from framework.track.observers import Observers
+from framework.track.report import Observers
 from framework.train import rank as train
 from framework.train.build import build
 from tests import tiny_run
@@ -93,7 +93,7 @@ def test_a_rank_builds_its_model_on_meta_once_and_makes_one_plan(
         calls.watch(plan_module, "find_units"),
         calls.watch(plan_module, "plan_pipeline"),
         calls.watch(plan_module, "lay_out_stage"),
-        calls.watch(stage_module, "plan_buffers"),
+        calls.watch(shape_module, "plan_buffers"),
         patch.object(train, "open_observers", lambda *words: Observers()),
     ):
         assert train.train_rank(recipe, tmp_path / "run") == EXIT_DONE

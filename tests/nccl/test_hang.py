@@ -8,8 +8,7 @@ import pytest
 from framework.comm.algorithms import Pending
 from framework.comm.connect import Mesh
 from framework.monitor.hang import TRAINING, Alarm, Answer, find_culprits, write_report
-from framework.monitor.phases import Phase
-from framework.monitor.progress import Progress, name_coordinates
+from framework.monitor.progress import Phase, Progress, name_coordinates
 from framework.monitor.watchdog import Watchdog
 from framework.parallel.zero import gradients
 from framework.train.step import train_step

@@ -19,8 +19,8 @@ from framework.comm.communicator import Communicator, link_levels
 from framework.comm.connect import Mesh
 from framework.comm.transfer import upload
 from framework.mesh.topology import Topology
+from framework.plan.forecast_plan import _parameter_traffic, measure_leaving
 from framework.plan.plan import make_plan
-from framework.plan.traffic import _parameter_traffic, measure_leaving
 from framework.recipe.schema import Memory, Offload, Parallel, Precision, Zero
 from framework.train.step import train_step
 from tests.codec_bound import error_bound

@@ -24,8 +24,7 @@ from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.recipe.schema import Recipe
 from framework.track.jsonl import Jsonl, read_records
-from framework.track.observers import Observers
-from framework.track.report import RunInfo
+from framework.track.report import Observers, RunInfo
 from framework.train import rank as train
 from tests import tiny_run
 

@@ -30,7 +30,7 @@ from framework.train.state import RunState, restore, saved_entries
 from framework.train.step import train_step
 from framework.verify.evidence import Evidence, TokenBatch, keep_double, make_batches
 from framework.verify.layout import gather_full, owned_weights, run_layout, share
-from framework.verify.plain_adapters import round_base
+from framework.verify.plain_rounding import round_base
 from scripts.verify_random import Campaign, verify_draws
 from tests.families import build_config, family
 from tests.grid import IN_TURN, few_of

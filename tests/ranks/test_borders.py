@@ -15,9 +15,9 @@ from framework.model.probe import find_layer_calls
 from framework.model.shrink import shrink
 from framework.model.stage import refuse_sliced_values
 from framework.plan.cluster import ClusterRates, LinkSpan
+from framework.plan.forecast_plan import measure_traffic
 from framework.plan.plan import make_plan
 from framework.plan.time import TimeModel
-from framework.plan.traffic import measure_traffic
 from framework.recipe.schema import Zero
 from framework.train.build import build
 from framework.train.step import train_step

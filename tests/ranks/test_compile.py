@@ -32,8 +32,7 @@ from framework.model.experts import find_experts
 from framework.parallel.experts.dispatch import ExpertDispatch
 from framework.parallel.tensor.borders import AsyncBorder, ShardedBorder
 from framework.parallel.tensor.layers import ColumnLinear
-from framework.plan.plan import make_plan
-from framework.plan.stage import PlannedStage
+from framework.plan.plan import PlannedStage, make_plan
 from framework.recipe.schema import Memory, Model, Parallel, Recipe, Zero
 from framework.train.build import build
 from framework.train.step import train_step

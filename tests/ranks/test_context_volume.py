@@ -9,9 +9,10 @@ import torch
 
 from framework.comm.connect import connect
 from framework.plan.candidate import Candidate
-from framework.plan.context import AttentionShape, ContextCost
+from framework.plan.forecast_plan import measure_traffic
+from framework.plan.layer_widths import AttentionShape
+from framework.plan.messages import ContextCost
 from framework.plan.plan import make_plan
-from framework.plan.traffic import measure_traffic
 from framework.recipe.schema import Memory, Parallel, Recipe, Zero
 from framework.train.build import build
 from framework.train.step import train_step

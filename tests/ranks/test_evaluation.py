@@ -23,9 +23,8 @@ from framework.model.load import load_config
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Eval, Memory, Model, Parallel, Pipeline, Recipe, Zero
 from framework.train.build import build
-from framework.train.evaluation import evaluate, open_evaluation
-from framework.train.step import train_step
-from framework.train.validation import Validation
+from framework.train.step import evaluate, train_step
+from framework.train.validation import Validation, open_evaluation
 from framework.verify.evidence import keep_double, make_batches
 from framework.verify.layout import owned_weights, share
 from tests.families import family

@@ -22,8 +22,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from framework.comm import ledger
 from framework.comm.connect import connect
 from framework.model.routers import RoutedTokens
+from framework.plan.forecast_plan import measure_leaving, sent_over_hops
 from framework.plan.plan import make_plan
-from framework.plan.traffic import measure_leaving, sent_over_hops
 from framework.recipe.derive import derive
 from framework.recipe.schema import Memory, Parallel, Recipe
 from framework.train.build import build

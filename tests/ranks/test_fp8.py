@@ -11,8 +11,8 @@ from framework.comm import ledger
 from framework.comm.connect import connect
 from framework.model.fp8 import Fp8Matmul, Scaling
 from framework.model.matmul import MatmulLinear
+from framework.plan.forecast_plan import measure_traffic
 from framework.plan.plan import make_plan
-from framework.plan.traffic import measure_traffic
 from framework.recipe.schema import Memory, Parallel, Pipeline, Precision, Recipe, Zero
 from framework.train.build import build
 from framework.train.step import train_step

@@ -17,8 +17,8 @@ import torch
 from framework.comm.connect import connect
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Parallel, Pipeline, Precision, Recipe, Zero
+from framework.train.beside_optimizer import INITIAL, LossScale
 from framework.train.build import build
-from framework.train.loss_scale import INITIAL, LossScale
 from framework.train.stage import RankStage, StepInputs
 from framework.train.step import TrainingRun, train_step
 from framework.verify.compare import NUM_REFERENCES, exceeds, judge

@@ -18,8 +18,8 @@ from framework.optim.matrices import MatrixForm, find_matrices
 from framework.optim.muon import MuonOptimizer, OwnerHop
 from framework.optim.optimizers import FlatOptimizer
 from framework.plan import shape
+from framework.plan.forecast_plan import measure_traffic
 from framework.plan.plan import make_plan
-from framework.plan.traffic import measure_traffic
 from framework.recipe.schema import Muon, Optim, Parallel, Recipe, Zero
 from framework.train.build import build
 from framework.train.step import train_step

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from transformers import LlamaConfig
 
-from framework.data import open_data as open_data_module
+from framework.data import loader as loader_module
 from framework.data import prepared
-from framework.data.open_data import open_data
+from framework.data.loader import open_data
 from framework.data.prepare import prepare
 from framework.errors import DataError, MeshwrightError, StorageError
 from framework.recipe.schema import Data, Recipe, Source
@@ -43,7 +43,7 @@ def open_on_ranks(rank, world, rendezvous, recipe, vocab_size=300, failing=()):
 
     with pytest.MonkeyPatch.context() as patch:
         watch(prepared, "list_files")
-        watch(open_data_module, "check_data_fits")
+        watch(loader_module, "check_data_fits")
         patch.setattr(prepared.StoreMeta, "read", watched_read(looked, prepared.StoreMeta.read))
         if rank in failing:
             patch.setattr(prepared, "open_stream", refuse)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-import framework.plan.stage
+import framework.plan.plan
 from framework.comm.connect import connect
 from framework.comm.objects import all_gather_object
 from framework.mesh.token_layout import TokenLayout
@@ -92,7 +92,7 @@ def test_dropout_does_not_know_of_stages_that_hold_tokens(pool: RankPool) -> Non
 
 def seed_layers_alike() -> AbstractContextManager[Any]:
     """Sabotage: layers are seeded as if all ranks held the same tokens."""
-    return patch.object(framework.plan.stage, "mask_of", lambda tokens: 0)
+    return patch.object(framework.plan.plan, "mask_of", lambda tokens: 0)
 
 
 def find_seeds(

@@ -16,8 +16,8 @@ from framework.comm import ledger
 from framework.comm.connect import connect
 from framework.commands.plan import print_plan
 from framework.errors import EXIT_DONE, EXIT_MEMORY
+from framework.plan.forecast_plan import measure_traffic
 from framework.plan.plan import make_plan
-from framework.plan.traffic import measure_traffic
 from framework.recipe.compose import compose
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
 from framework.train.build import build

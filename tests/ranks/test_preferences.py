@@ -1,6 +1,6 @@
 """Losses of preferences are the published formulas in every layout: loss, metrics, gradients, norm and weights, in fp64 to 1e-9.
 
-The oracle (`verify/plain_preferences.py`) puts every answer into a row of its own, sums its log-probabilities one by one and
+The oracle (`verify/plain.py`) puts every answer into a row of its own, sums its log-probabilities one by one and
 compares one pair after another.
 """
 
@@ -16,15 +16,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from framework.comm.connect import connect
-from framework.data.loader import Loader, validation_batches
-from framework.data.open_data import open_data
+from framework.data.loader import Loader, open_data, validation_batches
 from framework.data.prepare import prepare
 from framework.errors import DataError
 from framework.model import objective
 from framework.model.hub import find_folder
 from framework.model.load import load_config
 from framework.plan.plan import make_plan
-from framework.recipe.data_schema import NONE, PROBE, WANTED
+from framework.recipe.method_schema import NONE, PROBE, WANTED
 from framework.recipe.schema import (
     Adapter,
     LossSettings,

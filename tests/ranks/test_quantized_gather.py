@@ -15,8 +15,8 @@ from framework.comm.codec import BlockCodec
 from framework.comm.connect import connect
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.parameters import ParameterSync
+from framework.plan.forecast_plan import measure_traffic
 from framework.plan.plan import Plan, make_plan
-from framework.plan.traffic import measure_traffic
 from framework.recipe.schema import Memory, Offload, Parallel, Recipe, Zero
 from framework.train.build import build
 from framework.train.state import saved_entries

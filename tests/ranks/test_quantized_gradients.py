@@ -16,7 +16,7 @@ from framework.train.step import train_step
 from framework.verify.compare import compare, render
 from framework.verify.evidence import make_batches
 from framework.verify.layout import gather_full, owned_weights, share
-from framework.verify.plain_codes import PlainReduction
+from framework.verify.plain_rounding import PlainReduction
 from framework.verify.prepare import VerifyOptions, shrink_recipe
 from framework.verify.sides import Sides
 from tests.families import family

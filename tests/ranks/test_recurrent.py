@@ -18,9 +18,9 @@ from framework.mesh.topology import Topology
 from framework.model.mixers import count_channels, count_map, find_mixers
 from framework.parallel.attention.documents import Documents
 from framework.parallel.attention.recurrent import Pieces, hook_mixers
-from framework.plan.context import MixerCost, Passes
+from framework.plan.forecast_plan import measure_traffic
+from framework.plan.messages import MixerCost, Passes
 from framework.plan.plan import make_plan
-from framework.plan.traffic import measure_traffic
 from framework.recipe.derive import context_degrees, has_tokens_everywhere
 from framework.recipe.schema import Zero
 from framework.train.build import build

@@ -23,8 +23,8 @@ from framework.model.units import find_units
 from framework.model.weights import write_weights
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Model, Optim, Parallel, Pipeline, Recipe, Zero
+from framework.train.beside_optimizer import RouterBiases
 from framework.train.build import build
-from framework.train.router_bias import RouterBiases
 from framework.train.state import saved_entries
 from framework.train.step import train_step
 from framework.verify.compare import ErrorRow

@@ -19,7 +19,7 @@ from framework.optim.gradient_noise import average_squares
 from framework.track.jsonl import METRICS_FILE, read_records
 from framework.track.sample_ledger import find_ledger_problems, read_lineage
 from framework.train import rank as train
-from framework.train import rewind, saves
+from framework.train import saves
 from framework.train.state import RunState
 from framework.train.step import TrainingRun
 from tests import tiny_run
@@ -76,7 +76,7 @@ def never_saw(left_out: list[list[int]]) -> AbstractContextManager[Any]:
 
 def forget_the_range() -> AbstractContextManager[Any]:
     """Sabotage: the run goes back, and trains on the same data again."""
-    return patch.object(rewind, "leave_out", lambda skipped, first, stop: [list(each) for each in skipped])
+    return patch.object(saves, "leave_out", lambda skipped, first, stop: [list(each) for each in skipped])
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_a_rewound_run_is_bitwise_the_run_that_never_saw_the_data(
     assert read_manifest(run_dir / "checkpoints" / f"step-{TARGET:08d}").state["rewinds"] == 1
 
 
-POINTS = ("framework.train.rewind._retire", "framework.train.rewind._record", "framework.checkpoint.folder.os.replace")
+POINTS = ("framework.train.saves._retire", "framework.train.saves._record", "framework.checkpoint.folder.os.replace")
 
 
 @pytest.mark.grid

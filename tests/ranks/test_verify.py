@@ -20,12 +20,11 @@ from framework.verify import command, oracle, sides
 from framework.verify.compare import ErrorRow, compare, exceeds, judge, render
 from framework.verify.evidence import Evidence, NothingToCompare, make_batches
 from framework.verify.layout import choose_rank_device
-from framework.verify.left_out import NO_PART_OF_A_STEP, find_changes, find_config_changes
 from framework.verify.plain_optimizers import Noise, PlainLion, measure_noise
 from framework.verify.pool import RankFailed
 from framework.verify.pool import RankPool as AnyRankPool
 from framework.verify.prepare import MAX_CONTEXT, VerifyOptions, shrink_recipe
-from framework.verify.sides import Sides
+from framework.verify.sides import NO_PART_OF_A_STEP, Sides, find_changes, find_config_changes
 from tests.families import build_config, family
 from tests.ranks.pool import RankPool
 

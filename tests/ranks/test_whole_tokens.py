@@ -14,7 +14,7 @@ from framework.parallel.attention import find_whole, hook
 from framework.parallel.attention.whole_tokens import WholeTokens, tokens_of
 from framework.plan.forecast_plan import forecast_plan
 from framework.plan.plan import make_plan
-from framework.plan.rejections import ModelRules
+from framework.plan.space import ModelRules
 from tests.families import build_config, family
 from tests.ranks.mixers import RECOMPUTES, Way
 from tests.ranks.parity import Case, assert_equal, run_cases

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from framework.faults.plan import read_log
+from framework.faults import read_log
 from framework.track.goodput import TimePart, read_account
 from framework.track.sample_ledger import find_ledger_problems, read_lineage
 from tests.slurm.cluster import SEQUENCES, STEPS, Desk, wait_for, wandb_segments

@@ -25,7 +25,7 @@ from framework.parallel.pipeline.lower import live_moments
 from framework.parallel.tensor.borders import Border
 from framework.parallel.tensor.regions import RegionCall
 from framework.parallel.zero.buffers import DeferredGradients
-from framework.plan.activation_peaks import MomentTable
+from framework.plan.activation_bytes import MomentTable
 from framework.plan.activations import Activations
 from framework.plan.cluster import ClusterRates
 from framework.plan.forecast_memory import MemoryModel

@@ -30,10 +30,10 @@ from framework.model.matmul import RowGroups, StackedMatmul
 from framework.parallel import activation_checkpointing
 from framework.parallel.activation_checkpointing import CheckpointedForward, count_groups, group_size
 from framework.parallel.experts.dispatch import ExpertDispatch
-from framework.plan.memory_states import FRAGMENTATION
-from framework.plan.page import describe_run
 from framework.plan.plan import GB, Plan, make_plan
+from framework.plan.plan_text import describe_run
 from framework.plan.policies import POLICIES, uniform
+from framework.plan.state_bytes import FRAGMENTATION
 from framework.recipe.compose import compose
 from framework.recipe.schema import KEPT_OPERATIONS, Memory, Parallel
 from framework.train.build import build

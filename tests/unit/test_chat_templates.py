@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from framework.data.chat import Chat, Rendering
-from framework.data.conversation import read_conversation
+from framework.data.document import read_conversation
 from framework.errors import DataError
 from tests.chat_templates import FAMILIES, answer, build_chat, build_tokenizer, read_trained, user
 

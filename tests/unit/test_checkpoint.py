@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from framework.checkpoint.commit import begin, finish, list_checkpoints, newest_checkpoint
 from framework.checkpoint.folder import committed_name
 from framework.checkpoint.index import DamagedCheckpoint, FileRecord, Manifest, file_name, read_manifest
-from framework.checkpoint.inspect import describe as describe_contents
-from framework.checkpoint.inspect import inspect_command
-from framework.checkpoint.load import load_checkpoint, load_newest
+from framework.checkpoint.load import describe as describe_contents
+from framework.checkpoint.load import inspect_command, load_checkpoint, load_newest
 from framework.checkpoint.save import CPU, write_file, write_index
 from framework.checkpoint.save_plan import (
     WRITES,

@@ -19,8 +19,7 @@ from framework import object_store
 from framework.checkpoint import blocks, load
 from framework.checkpoint.blocks import BlockCache, BlockFile, BlockHashes
 from framework.checkpoint.index import INDEX_BLOCK_BYTES, DamagedCheckpoint, narrow
-from framework.checkpoint.inspect import inspect_command
-from framework.checkpoint.load import Reader, load_checkpoint, load_newest
+from framework.checkpoint.load import Reader, inspect_command, load_checkpoint, load_newest
 from framework.checkpoint.staging import Entry
 from framework.errors import EXIT_FAILED, StorageError
 from framework.mesh.layout import Layout, Shard, part

@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from framework.checkpoint.inspect import inspect_command
+from framework.commands.inspect import find_damage, inspect_store
 from framework.data import store as store_module
-from framework.data.inspect import find_damage
 from framework.data.pack import Packer
 from framework.data.prepare import prepare
 from framework.data.prepared import Prepared, find_prepared, open_found
@@ -148,7 +147,7 @@ def test_a_damaged_tokenizer_of_the_stores_is_named(store: tuple[Recipe, Path], 
 
 def test_inspect_names_every_damaged_block(store: tuple[Recipe, Path], capsys: pytest.CaptureFixture[str]) -> None:
     _, folder = store
-    assert inspect_command(folder) == EXIT_DONE
+    assert inspect_store(folder) == EXIT_DONE
     assert "every checksum fits" in capsys.readouterr().out
     flip(folder / "train.tokens", 0)
     flip(folder / "train.tokens", 2 * BLOCK_BYTES)
@@ -158,7 +157,7 @@ def test_inspect_names_every_damaged_block(store: tuple[Recipe, Path], capsys: p
     assert [message.partition(":")[0].rpartition("/")[2] for message in find_damage(folder, meta)] == [
         *("train.tokens", "train.tokens", "validation.ends"),
     ]
-    assert inspect_command(folder) == EXIT_USER
+    assert inspect_store(folder) == EXIT_USER
     assert capsys.readouterr().out.count("DAMAGED") == 3
 
 

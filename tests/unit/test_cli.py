@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from framework import cli
-from framework.commands import sweep
+from framework.commands import train as train_module
 from framework.commands.arguments import make_parser
 from framework.errors import EXIT_USER, MeshwrightError, NumericsError
 from framework.launch.resume import has_subject
@@ -55,6 +55,7 @@ def rooms(monkeypatch):
             "framework.commands.train",
             "framework.commands.generate",
             "framework.commands.plan",
+            "framework.commands.prepare",
         ):  # the command's own file
             monkeypatch.setattr(f"{module}.{name}", room)
             return calls
@@ -291,7 +292,12 @@ class TestArguments:
                 "print_plan",
                 (["layouts", "schedule", "options"], NO_FILES),
             ),
-            (["prepare", "--workers=3"], "framework.data.prepare", "prepare_command", ({"workers": 3, "show": None},)),
+            (
+                ["prepare", "--workers=3"],
+                "framework.commands.prepare",
+                "prepare_command",
+                ({"workers": 3, "show": None},),
+            ),
             (["verify"], "framework.verify.command", "verify", (VerifyOptions(),)),
             (
                 ["verify", "--fp64", "--steps", "5"],
@@ -342,7 +348,7 @@ class TestArguments:
         code, _, err = run("export", "some-run", "--to", str(tmp_path), "--step", "7", "--best")
         assert (code, exported) == (EXIT_USER, [])
         assert "--best: not allowed with argument --step" in err
-        inspected = rooms("framework.checkpoint.inspect", "inspect_command")
+        inspected = rooms("framework.checkpoint.load", "inspect_command")
         run("inspect", str(tmp_path))
         assert inspected.pop() == (tmp_path,)
 
@@ -352,7 +358,7 @@ class TestArguments:
             *rooms("framework.commands.train", "train"),
             *rooms("framework.verify.command", "verify"),
             *rooms("framework.commands.plan", "print_plan"),
-            *rooms("framework.data.prepare", "prepare_command"),
+            *rooms("framework.commands.prepare", "prepare_command"),
         ]
         assert run(command, "train.steps=0")[0] == EXIT_USER
         assert calls == []
@@ -441,7 +447,7 @@ class TestSweep:
                 started.append(command)
                 return codes[len(started) - 1]
 
-            monkeypatch.setattr(sweep, "run_process", run_process)
+            monkeypatch.setattr(train_module, "run_process", run_process)
             return started
 
         return start
@@ -500,7 +506,7 @@ class TestSweep:
             "os.kill(os.getppid(), signal.SIGINT); time.sleep(1); print('saved', flush=True)"
         )
         parent = (
-            "import sys; from framework.commands.sweep import run_process\n"
+            "import sys; from framework.commands.train import run_process\n"
             f"print(run_process([sys.executable, '-c', {child!r}]))"
         )
         out = subprocess.run(
@@ -667,9 +673,16 @@ class TestRunsByName:
         assert has_subject(words)
 
     def test_a_run_is_inspected_by_its_id(self, run, rooms, runs):
-        calls = rooms("framework.checkpoint.inspect", "inspect_command")
+        calls = rooms("framework.checkpoint.load", "inspect_command")
         assert run("inspect", "demo-001")[0] == 0
         assert calls == [(Path("runs/demo-001"),)]
+
+    def test_nothing_to_inspect_is_said_before_libraries_load(self, run, tmp_path):
+        words = ["inspect", f"{tmp_path}/nowhere"]
+        script = f"import sys; from framework import cli\nprint(cli.main({words}), 'torch' in sys.modules)"
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [str(EXIT_USER), "False"]
+        assert f"there is no folder {tmp_path}/nowhere" in done.stderr
 
     def test_a_folder_of_runs_is_no_run_and_names_them(self, run, runs):
         code, _, err = run("status", "runs")

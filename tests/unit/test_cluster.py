@@ -5,14 +5,15 @@ from math import log
 
 import pytest
 
+from framework.host import PEAK_BF16_FLOPS, peak_flops
+from framework.plan.candidate import resolve_target
 from framework.plan.cluster import COLLECTIVES, ClusterRates, Grid
-from framework.plan.target import resolve_target
-from framework.recipe import clusters
-from framework.recipe.clusters import BY_GPU, KINDS, find_cluster, find_cluster_problems, read_shipped
+from framework.recipe import machines
 from framework.recipe.compose import compose
+from framework.recipe.machines import BY_GPU, KINDS, find_cluster, find_cluster_problems, read_shipped
 from framework.recipe.schema import Cluster as Described
 from framework.recipe.schema import Launch, Recipe
-from framework.track.device import PEAK_BF16_FLOPS, find_peak, peak_flops
+from framework.train.reports import find_peak
 
 SHIPPED = (
     *("h100_ib", "h100_efa", "h200_ib", "h800_ib", "a100_ib", "b200_ib", "b300_ib", "gb200_nvl72", "gb300_nvl72"),
@@ -82,8 +83,8 @@ def test_without_a_name_the_recipes_gpu_chooses_and_another_is_said_to_be_assume
 
 
 def test_cpu_ranks_of_this_machine_have_its_cores_and_memory(monkeypatch):
-    monkeypatch.setattr(clusters, "count_cores", lambda: 3)
-    monkeypatch.setattr(clusters, "count_host_memory", lambda: 6 * 2**30)
+    monkeypatch.setattr(machines, "count_cores", lambda: 3)
+    monkeypatch.setattr(machines, "count_host_memory", lambda: 6 * 2**30)
     described, assumed = find_cluster(Recipe(launch=Launch(device="cpu")))
     assert assumed
     assert "3 cores, 6 GiB" in described.name

@@ -14,11 +14,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from framework.commands.generate import generate_command
+from framework.commands.inspect import inspect_store
+from framework.commands.prepare import prepare_command
 from framework.data.chat import Chat
-from framework.data.conversation import read_conversation
-from framework.data.inspect import inspect_store
-from framework.data.open_data import find_sequence_problems
-from framework.data.prepare import describe_rows, prepare, prepare_command
+from framework.data.document import read_conversation
+from framework.data.loader import find_sequence_problems
+from framework.data.prepare import describe_rows, prepare
 from framework.data.prepared import Prepared, find_prepared
 from framework.data.shard import SplitWriter
 from framework.errors import DataError

@@ -15,8 +15,9 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
+from framework.commands.prepare import prepare_command
 from framework.data.kinds import find_foreign
-from framework.data.prepare import prepare, prepare_command
+from framework.data.prepare import prepare
 from framework.data.records import plan_shards, read_records
 from framework.data.source import list_files
 from framework.errors import DataError

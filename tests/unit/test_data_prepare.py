@@ -21,11 +21,12 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
+from framework.commands.prepare import prepare_command
 from framework.data import jobs as jobs_module
 from framework.data import prepare as prepare_module
 from framework.data import tokenize as tokenize_module
 from framework.data.join import JoinPlan
-from framework.data.prepare import prepare, prepare_command, summarize_data
+from framework.data.prepare import prepare, summarize_data
 from framework.data.prepared import (
     Prepared,
     _describe_source,
@@ -695,6 +696,13 @@ def test_documents_of_ordinary_length_are_held_out_whole(tmp_path: Path) -> None
     held, trained = (read_documents(prepared, split) for split in ("validation", "train"))
     assert sorted(held + trained) == sorted(texts)
     assert "note" not in summarize_data(prepared, 0.1)
+
+
+def test_a_source_says_how_often_a_run_reads_it(tmp_path: Path) -> None:
+    prepared = build(make_recipe(tmp_path / "tokens", write_jsonl(tmp_path / "a.jsonl", make_texts(50))))
+    trained = prepared.sources[0].streams["train"].num_tokens
+    assert "read 2.5 times" in summarize_data(prepared, 0.1, int(2.5 * trained))
+    assert "times" not in summarize_data(prepared, 0.1, trained) + summarize_data(prepared, 0.1)
 
 
 def test_a_blend_says_the_share_of_each_source(tmp_path: Path) -> None:

@@ -19,15 +19,13 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from framework import object_store
-from framework.checkpoint.inspect import inspect_command
-from framework.data import cache as cache_module
+from framework.commands.inspect import inspect_store
 from framework.data import remote
-from framework.data.cache import NodeCache
 from framework.data.loader import Loader, validation_batches
 from framework.data.pack import Microbatch, Mode
 from framework.data.prepare import prepare
 from framework.data.prepared import Prepared, find_prepared, open_found
-from framework.data.remote import GIB, KEY, RemoteFile, Root
+from framework.data.remote import GIB, KEY, NodeCache, RemoteFile, Root
 from framework.data.store import BLOCK_BYTES, hash_block
 from framework.errors import EXIT_USER, DamagedStore, DataError, StorageError
 from scripts.bench import data as bench
@@ -226,7 +224,7 @@ def test_what_is_cached_is_not_fetched_again(put: Callable[..., Prepared], monke
 
 
 def test_the_least_recently_used_block_makes_room(here: Path) -> None:
-    cache = NodeCache(here, 2 * (BLOCK_BYTES + cache_module.ENTRY.itemsize))
+    cache = NodeCache(here, 2 * (BLOCK_BYTES + remote.ENTRY.itemsize))
     blocks = [bytes([number]) * BLOCK_BYTES for number in range(3)]
     hashes = [hash_block(np.frombuffer(block, np.uint8)) for block in blocks]
     for number in (0, 1):
@@ -235,7 +233,7 @@ def test_the_least_recently_used_block_makes_room(here: Path) -> None:
     cache.put(hashes[2], blocks[2])
     assert [cache.get(hash, BLOCK_BYTES) for hash in hashes] == [blocks[0], None, blocks[2]]
     del cache
-    NodeCache(here, 3 * (BLOCK_BYTES + cache_module.ENTRY.itemsize))
+    NodeCache(here, 3 * (BLOCK_BYTES + remote.ENTRY.itemsize))
     assert [path.name for path in cache_files(here)] == ["blocks-3", "blocks-3.index"]
 
 
@@ -388,12 +386,12 @@ def test_caches_of_two_sizes_stand_beside_each_other_while_both_are_used(here: P
 def test_a_store_is_inspected_where_it_lies(put: Callable[..., Prepared], capsys: pytest.CaptureFixture[str]) -> None:
     folder = put().sources[0].folder
     url = f"{URL}/{folder.name}"
-    assert inspect_command(object_store.open_place(url)) == 0
+    assert inspect_store(object_store.open_place(url)) == 0
     assert "every checksum fits" in capsys.readouterr().out
     for name, data in MemoryFileSystem.store.items():
         if name.endswith("train.tokens"):
             data.seek(BLOCK_BYTES + 5)
             data.write(b"xx")
-    assert inspect_command(object_store.open_place(url)) == EXIT_USER
+    assert inspect_store(object_store.open_place(url)) == EXIT_USER
     said = capsys.readouterr().out
     assert f"DAMAGED       {url}/train.tokens" in said and "block 1)" in said  # noqa: PT018

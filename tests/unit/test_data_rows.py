@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from framework.data.loader import Loader, open_packer, validation_batches
-from framework.data.order import SampleOrder, key_of
+from framework.data.order import Rows, SampleOrder, count_overlong, key_of
 from framework.data.pack import Packer, cut_context
 from framework.data.prepared import Prepared, PreparedSource
-from framework.data.rows import Rows, count_overlong
 from framework.data.store import TokenStream
 from framework.errors import DataError
 from framework.mesh.token_layout import ContextSlices

@@ -17,9 +17,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from framework.commands.inspect import find_damage
 from framework.data import beside, growing, loader, records
 from framework.data.beside import tokenize_rest, tokenizing
-from framework.data.inspect import find_damage
 from framework.data.loader import Loader, validation_batches
 from framework.data.order import SampleOrder
 from framework.data.prepare import prepare, summarize_data

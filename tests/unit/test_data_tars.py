@@ -13,9 +13,9 @@ from typing import Any
 import pyarrow
 import pytest
 
+from framework.data.kinds import read_samples
 from framework.data.records import FileSpan, read_records
 from framework.data.source import list_files
-from framework.data.tars import read_samples
 from framework.errors import DataError
 from framework.recipe.schema import Source
 from tests.unit.test_data_prepare import build, make_recipe, make_texts, read_documents

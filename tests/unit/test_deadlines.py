@@ -5,11 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from framework.monitor.phases import Current, Phase
-from framework.monitor.progress import FIRST_STEPS, LOOK_S, Progress, Save, StepPace, Stopwatch
+from framework.monitor.progress import FIRST_STEPS, LOOK_S, Current, Phase, Progress, Save, StepPace, Stopwatch
 from framework.recipe.compose import compose
-from framework.recipe.deadlines import FLOOR_S, Deadlines, find_deadlines
-from framework.recipe.launch_rules import deadlines
+from framework.recipe.machines import FLOOR_S, Deadlines, deadlines, find_deadlines
 
 SLURM = ("launch=slurm", "launch.nodes=1", "batch.sequences_per_step=256")
 AUTO = Deadlines(step=None, first_steps=1200.0, start=1800.0, save=1800.0, validate=1800.0)

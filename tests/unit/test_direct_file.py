@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
-from framework.checkpoint import folder as direct
-from framework.checkpoint.folder import ALIGNMENT, DirectFile, address
+from framework.checkpoint import storage as direct
+from framework.checkpoint.storage import ALIGNMENT, DirectFile, address
 from framework.comm.transfer import segment_on_host
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from framework.cli import main
 from framework.errors import EXIT_DONE, EXIT_USER, RecipeError, TopologyError
-from framework.launch.elastic import describe_counts, legal_counts, plan_counts
-from framework.launch.task import check_place
+from framework.launch.nodes import describe_counts, legal_counts, plan_counts
+from framework.launch.process import check_place
 from framework.plan.check import bytes_checkpointed, bytes_of_copies, check_copies, check_layout
 from framework.recipe.compose import compose, load_recipe, save_recipe
 from framework.recipe.derive import at_nodes, can_move, derive, node_counts

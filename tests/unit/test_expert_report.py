@@ -27,11 +27,10 @@ from framework.monitor.watchdog import Watchdog
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Model, Track, Train
 from framework.track.report import RunInfo, StepReport
+from framework.train.beside_optimizer import RouterBiases
 from framework.train.build import build
-from framework.train.loop import Loop
+from framework.train.loop import Loop, SavePolicy
 from framework.train.reports import Reporter
-from framework.train.router_bias import RouterBiases
-from framework.train.save_policy import SavePolicy
 from framework.train.state import RunState
 from tests.families import build_config, family, needs_newer_transformers
 from tests.ranks.parity import CONTEXT, CPU, small_recipe, topology_of

@@ -13,7 +13,7 @@ from framework.cli import main
 from framework.errors import EXIT_DONE, EXIT_USER, RecipeError
 from framework.recipe.compose import compose
 from framework.recipe.foreign_files import read_file
-from framework.recipe.layout_keys import value_of
+from framework.recipe.keys import value_of
 from tests.grid import IN_TURN
 
 pytestmark = IN_TURN

@@ -16,13 +16,12 @@ from framework.parallel.pipeline.simulate import unit_costs
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import ClusterRates
 from framework.plan.forecast_memory import MemoryModel, describe_estimate
-from framework.plan.memory import KINDS, measure_units, total_on_disk, total_on_host
-from framework.plan.memory_states import CONTEXT_BYTES, FRAGMENTATION
 from framework.plan.plan import Plan, make_plan
-from framework.plan.rejections import ModelRules
 from framework.plan.shape import DEFAULT, make_shape
+from framework.plan.space import ModelRules
+from framework.plan.state_bytes import CONTEXT_BYTES, FRAGMENTATION, KINDS, measure_units, total_on_disk, total_on_host
 from framework.recipe.check import check_recipe
-from framework.recipe.clusters import read_shipped
+from framework.recipe.machines import read_shipped
 from framework.recipe.schema import Batch, Memory, Offload, Optim, Parallel, ParameterGroup, Pipeline, Recipe, Zero
 from tests.families import FAMILIES, Family, build_config, family, is_kind
 from tests.grid import IN_TURN, few_of

@@ -15,34 +15,20 @@ from framework.cli import main
 from framework.errors import MeshwrightError, RecipeError
 from framework.model.load import load_config
 from framework.plan.auto import require_layout
-from framework.plan.bounds import first_in_flight
-from framework.plan.candidate import Candidate, candidate_of, recipe_of, values_of
+from framework.plan.bounds import Engine, first_in_flight
+from framework.plan.candidate import Candidate, candidate_of, recipe_of, resolve_target, values_of
 from framework.plan.check import check_layout
 from framework.plan.cluster import ClusterRates
 from framework.plan.find import Question, best_of, search
-from framework.plan.forecast import MemoryForecast
-from framework.plan.memory_states import FRAGMENTATION
+from framework.plan.forecast_memory import MemoryForecast
 from framework.plan.page_html import require_page
-from framework.plan.rejections import Constraints, collect_constraints, describe
-from framework.plan.search import (
-    SCHEDULE,
-    STATES,
-    WAY,
-    WORK,
-    By,
-    Engine,
-    Ranked,
-    Search,
-    mesh_of,
-    rank_layout,
-)
+from framework.plan.search import SCHEDULE, STATES, WAY, WORK, By, Ranked, Search, describe, mesh_of, rank_layout
 from framework.plan.shape import ModelShape, make_shape
-from framework.plan.space import CHOICES, Space
-from framework.plan.target import resolve_target
-from framework.recipe.check import check_recipe
+from framework.plan.space import CHOICES, Constraints, Space, collect_constraints
+from framework.plan.state_bytes import FRAGMENTATION
+from framework.recipe.check import LAYOUT_KEYS, check_recipe
 from framework.recipe.compose import change_pins, compose, compose_open, find_pins, load_recipe, save_recipe
-from framework.recipe.layout_keys import LAYOUT_KEYS
-from framework.recipe.saved import write_layout
+from framework.recipe.convert import write_layout
 from framework.recipe.schema import Recipe
 from tests.grid import IN_TURN
 from tests.planned import moments_of

@@ -11,18 +11,17 @@ from transformers import AutoConfig, PretrainedConfig
 
 from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import Costs, simulate
-from framework.plan.bubble import find_length, least_length
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import ClusterRates, Grid, Group, Link, LinkSpan, place_group
 from framework.plan.exposure import Halves, place_groups
-from framework.plan.forecast import TimeForecast
 from framework.plan.forecast_plan import measure_imbalance
 from framework.plan.profile import BACKWARD_PASSES, SCAN_FLOPS, Kernels, Profile
 from framework.plan.shape import DEFAULT, ModelShape, make_shape
 from framework.plan.sharding import RESTART_S, expected_goodput
-from framework.plan.time import PARTS, TimeModel
+from framework.plan.stage_times import find_length, least_length
+from framework.plan.time import PARTS, TimeForecast, TimeModel
 from framework.recipe import schema
-from framework.recipe.clusters import read_shipped
+from framework.recipe.machines import read_shipped
 from framework.recipe.schema import Recipe
 from tests.grid import IN_TURN
 

@@ -33,7 +33,7 @@ from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
-from framework.verify.plain import multiply_in_fp8
+from framework.verify.plain_rounding import multiply_in_fp8
 from framework.verify.prepare import VerifyOptions, prepare
 from tests.families import build_config, family, needs_newer_transformers
 from tests.ranks.parity import small_recipe, topology_of

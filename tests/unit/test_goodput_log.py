@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework.errors import EXIT_DONE
-from framework.launch.task import read_job
+from framework.launch.process import read_job
 from framework.monitor.goodput import (
     FIRST_STEPS,
     NORMAL_STEPS,
@@ -22,7 +22,7 @@ from framework.monitor.goodput import (
     find_age_s,
     note_gone,
 )
-from framework.monitor.phases import Phase, Phases
+from framework.monitor.progress import Phase, Phases
 from framework.track.goodput import (
     GOODPUT_FILE,
     OF_STEPS,
@@ -35,7 +35,7 @@ from framework.track.goodput import (
     read_notes,
     summarize_goodput,
 )
-from framework.track.observers import Observers
+from framework.track.report import Observers
 from framework.track.summary import SHOWN_STARTS, draw_goodput
 
 

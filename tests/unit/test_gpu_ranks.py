@@ -24,9 +24,9 @@ from framework.model.load import load_config
 from framework.model.units import Unit
 from framework.parallel.zero.lifetimes import lifetimes_of
 from framework.parallel.zero.plan_buffers import plan_buffers, shard_over_batch
-from framework.plan.memory_states import COMMUNICATOR_BYTES, CONTEXT_BYTES, MESSAGES_BYTES
+from framework.plan.candidate import resolve_target
 from framework.plan.plan import make_plan
-from framework.plan.target import resolve_target
+from framework.plan.state_bytes import COMMUNICATOR_BYTES, CONTEXT_BYTES, MESSAGES_BYTES
 from framework.recipe.compose import compose
 from framework.recipe.schema import Launch, Zero
 

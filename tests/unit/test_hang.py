@@ -17,7 +17,7 @@ from framework.monitor.hang import (
     find_culprits,
     write_report,
 )
-from framework.monitor.phases import Phase
+from framework.monitor.progress import Phase
 
 
 def line_of(rank, phase=Phase.STEP, step=41, seconds=125.0, saves_s=None):

@@ -22,8 +22,8 @@ from framework.plan.check import (
     check_host_memory,
     find_node_bytes,
 )
-from framework.plan.page import describe_ranks
 from framework.plan.plan import Plan, make_plan
+from framework.plan.plan_text import describe_ranks
 from framework.recipe.compose import compose
 from framework.recipe.schema import Offload
 from tests.grid import IN_TURN

@@ -20,7 +20,7 @@ from framework.launch.directory import HolderState, RunDirectory, describe_self
 from framework.launch.jobs import JobState
 from framework.launch.parts import claim, go_on
 from framework.launch.places import refuse_unwritable
-from framework.launch.task import judge
+from framework.launch.process import judge
 from framework.lease import read_lease
 
 
@@ -347,7 +347,7 @@ def test_slurms_word_decides_who_is_over(monkeypatch):
         return describe_self(job, restart, step)
 
     states = {"7": "RUNNING", "8": "COMPLETED", "9": None}
-    monkeypatch.setattr("framework.launch.task.find_job", lambda job: states[job] and JobState(job, states[job]))
+    monkeypatch.setattr("framework.launch.process.find_job", lambda job: states[job] and JobState(job, states[job]))
     me = start("4", 1, 1)
     assert judge(start("4", 0, 5), me) is HolderState.OVER
     assert judge(start("4", 1, 0), me) is HolderState.OVER

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from framework.monitor.phases import START_UP, Phase, PhaseBar, Phases
+from framework.monitor.progress import START_UP, Phase, PhaseBar, Phases
 
 
 class Terminal(io.StringIO):
@@ -43,7 +43,7 @@ def test_a_phase_that_is_not_of_the_start_up_takes_the_bar_away() -> None:
 
 def test_seconds_of_phases_add_up_and_what_is_within_a_phase_is_not_of_it(monkeypatch) -> None:
     clock = iter([0.0, 1.0, 3.0, 7.0, 15.0])
-    monkeypatch.setattr("framework.monitor.phases.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("framework.monitor.progress.time.monotonic", lambda: next(clock))
     heard: list[Phase] = []
     phases = Phases(on_begin=heard.append)
     phases.begin(Phase.STEP, 1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from framework.errors import EXIT_NODE, EXIT_USER, LeaseLost, NodeError, RunError
-from framework.launch import task
+from framework.launch.process import OUTCOME
 from framework.lease import Holder, Lease, take
 from framework.model.load import load_config
 from framework.plan.cluster import ClusterRates
@@ -172,7 +172,7 @@ def test_a_bad_node_is_left_out_by_the_job_and_named(tmp_path, monkeypatch):
         refuse(bad_of(facts), facts, Lease(tmp_path))
     assert caught.value.exit_code == EXIT_NODE
     assert not (tmp_path / "slurm" / "bad-nodes").exists(), "nobody reads it outside of a job"
-    monkeypatch.setenv(task.OUTCOME, "x")
+    monkeypatch.setenv(OUTCOME, "x")
     monkeypatch.setenv("SLURM_PROCID", "0")
     with pytest.raises(NodeError):
         refuse(bad_of(facts), facts, Lease(tmp_path))

@@ -16,8 +16,7 @@ from framework.launch.directory import RunDirectory
 from framework.launch.jobs import WAITING_OR_RUNNING, JobState
 from framework.lease import Lease
 from framework.monitor import watchdog as watchdog_module
-from framework.monitor.progress import Progress
-from framework.monitor.stop import SAVE_FILE, STOP_FILE, StopRequest
+from framework.monitor.progress import SAVE_FILE, STOP_FILE, Progress, StopRequest
 from framework.monitor.watchdog import Watchdog
 from framework.recipe.compose import compose, save_recipe
 

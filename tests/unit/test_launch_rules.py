@@ -3,8 +3,8 @@
 import pytest
 
 from framework.recipe.compose import compose
-from framework.recipe.deadlines import seconds_of
 from framework.recipe.derive import derive
+from framework.recipe.machines import seconds_of
 
 SLURM = ("launch=slurm", "batch.sequences_per_step=256")
 

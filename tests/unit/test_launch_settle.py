@@ -13,9 +13,9 @@ import torch
 from framework.comm import connect
 from framework.comm.connect import choose_device
 from framework.errors import EXIT_NODE, ModelError, NodeError, RecipeError
-from framework.launch.process import hash_code, take_fingerprint
-from framework.launch.settle import keep_settled, settle, settle_device
-from framework.launch.task import check_node
+from framework.launch.process import check_node, hash_code, take_fingerprint
+from framework.launch.resume import keep_settled
+from framework.launch.settle import settle, settle_device
 from framework.model import hub
 from framework.model.hub import find_folder, pin_revision
 from framework.model.load import load_config

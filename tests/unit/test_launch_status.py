@@ -7,9 +7,13 @@ import time
 import pytest
 
 from framework.commands.status import describe_run, telling_line
+from framework.commands.train import _note_error
+from framework.errors import EXIT_DONE, EXIT_RESUME
 from framework.launch.directory import RunDirectory
+from framework.monitor.goodput import note_gone
 from framework.monitor.hang import RANKS_FILE, RankStatus, write_ranks
 from framework.recipe.compose import compose, save_recipe
+from framework.track.goodput import GOODPUT_FILE, Event, Note, append_note
 
 
 @pytest.fixture
@@ -51,6 +55,26 @@ def test_the_age_of_a_step_is_no_matter_of_a_run_that_has_ended(run):
     described = describe_run(run)
     assert " ago" not in described
     assert "not running" in described
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "shown"),
+    [
+        (None, "", "not running: it was killed, hung, or this machine went down"),
+        (EXIT_DONE, "", "not running: done\n"),
+        (EXIT_RESUME, "", "not running: stopped and saved\n"),
+        (88, "NumericsError: loss was not finite\nand more\n", "exit code 88: NumericsError: loss was not finite\n"),
+        (1, "[rank 1] Traceback (most recent call last):\n  File\nKeyError: 'a'\n", "exit code 1: KeyError: 'a'\n"),
+    ],
+)
+def test_a_run_of_this_machine_says_why_it_has_ended(run, code, error, shown):
+    with run.lock() as lease:
+        append_note(run.path / GOODPUT_FILE, Note(Event.BEGIN, 1, time.time()))
+        if code is not None:
+            note_gone(run.path, code)
+        _note_error(run, lease, "of an earlier launch")
+        _note_error(run, lease, error)
+    assert shown in describe_run(run)
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,10 @@ from framework.monitor.watchdog import Watchdog
 from framework.plan.plan import make_plan
 from framework.recipe.schema import LearningRateSchedule, Optim, Precision, Train
 from framework.track.report import RunInfo, StepReport
+from framework.train.beside_optimizer import GROWTH_STEPS, INITIAL, LARGEST, LossScale
 from framework.train.build import build
-from framework.train.loop import Loop
-from framework.train.loss_scale import GROWTH_STEPS, INITIAL, LARGEST, LossScale
+from framework.train.loop import Loop, SavePolicy
 from framework.train.reports import Reporter
-from framework.train.save_policy import SavePolicy
 from framework.train.state import RunState, restore, saved_entries
 from framework.verify.plain import PlainLossScale
 from tests.families import build_config, family

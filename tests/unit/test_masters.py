@@ -19,7 +19,7 @@ from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
-from framework.verify.plain import round_master
+from framework.verify.plain_rounding import round_master
 from tests.families import build_config, family
 from tests.ranks.parity import CONTEXT, small_recipe, topology_of
 

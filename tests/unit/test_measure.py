@@ -26,7 +26,7 @@ from framework.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, RecipeError
 from framework.launch import agent
 from framework.launch.agent import Outcome
 from framework.plan.cluster import COLLECTIVES, ClusterRates
-from framework.plan.correction import correct
+from framework.plan.find import correct
 from framework.recipe.compose import compose
 from framework.recipe.schema import ClusterMeasured, Launch, Recipe
 

@@ -23,12 +23,12 @@ from framework.parallel.pipeline.measured import MOST, UnitTimes, encode_unit_ti
 from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline
 from framework.parallel.pipeline.simulate import Timed, simulate
 from framework.plan.cluster import ClusterRates
-from framework.plan.page import describe_run
 from framework.plan.plan import make_plan
+from framework.plan.plan_text import describe_run
 from framework.plan.time import TimeModel
 from framework.recipe.compose import compose
 from framework.recipe.schema import Pipeline, Recipe, Zero
-from framework.train.unit_times import UnitClock
+from framework.train.profiler import UnitClock
 from tests.grid import IN_TURN
 
 pytestmark = IN_TURN

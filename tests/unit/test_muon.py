@@ -20,8 +20,8 @@ from framework.optim.matrices import MatrixForm, count_flops, find_matrices
 from framework.optim.muon import assign_owners, group_matrices, orthogonalize, scale_of
 from framework.optim.update_rules import RuleOptimizer
 from framework.parallel.zero.plan_buffers import BufferPlan, Slot
+from framework.plan.forecast_plan import measure_traffic
 from framework.plan.plan import make_plan, unconnected
-from framework.plan.traffic import measure_traffic
 from framework.recipe.check import check_recipe
 from framework.recipe.schema import Adapter, Muon, Optim, Parallel, ParameterGroup, Zero
 from framework.train.build import build

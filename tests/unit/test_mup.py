@@ -10,7 +10,7 @@ from framework import compose
 from framework.errors import EXIT_DONE, EXIT_FAILED, ModelError
 from framework.model.load import build_meta
 from framework.model.mup import SAME, WidthScale, find_scales
-from framework.verify import coordinates, oracle
+from framework.verify import command, oracle
 from tests.families import build_config, family
 
 BASE = {"hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 12, "num_attention_heads": 2}
@@ -52,7 +52,7 @@ def check_coordinates(picture: Path, deviation: float) -> int:
     base = "{hidden_size: 64, intermediate_size: 176, num_attention_heads: 2, num_key_value_heads: 1}"
     changes = ["model.config.tie_word_embeddings=false", f"model.config.initializer_range={deviation}"]
     recipe = compose(["experiment=quickstart", f"model.mup_base={base}", *changes]).require()
-    return coordinates.check_coordinates(recipe, picture, steps=3, num_widths=3)
+    return command.check_coordinates(recipe, picture, steps=3, num_widths=3)
 
 
 def test_outputs_are_flat_also_with_large_initial_values(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from itertools import permutations
 import pytest
 
 from framework.errors import TopologyError
-from framework.launch.order import NODES, NodeOrder, describe_nodes, find_rank, read_order
+from framework.launch.nodes import NODES, NodeOrder, describe_nodes, find_rank, read_order
+from framework.launch.process import adopt_task
 from framework.launch.slurm import render
-from framework.launch.task import adopt_task
 from framework.mesh.placement import BLOCK_AXES, Placement
 from framework.mesh.topology import Topology
 from framework.model.load import load_config

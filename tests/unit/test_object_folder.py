@@ -18,10 +18,9 @@ from framework.checkpoint.commit import (
     retire_newer,
     step_of,
 )
+from framework.checkpoint.folder import ObjectFolder
 from framework.checkpoint.index import DamagedCheckpoint
-from framework.checkpoint.inspect import verify_files
-from framework.checkpoint.load import Reader, load_checkpoint, load_newest
-from framework.checkpoint.object_folder import ObjectFolder
+from framework.checkpoint.load import Reader, load_checkpoint, load_newest, verify_files
 from framework.checkpoint.save import CPU, Saver
 from framework.checkpoint.staging import Entry, StagingMemory
 from framework.checkpoint.storage import checkpoints_of, find_probe_error

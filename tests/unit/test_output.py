@@ -45,6 +45,19 @@ def test_a_stream_that_fails_ends_nothing_and_the_code_is_the_programs_own(shell
     assert run(PROGRAM, shell)[0] == code
 
 
+def test_an_unbuffered_stream_shows_each_piece_at_once():
+    """The newline behind a progress bar, say: the next line may be of another stream."""
+    program = """
+import os, sys
+from framework.output import keep_streams
+keep_streams()
+sys.stderr.write("bar")
+sys.stderr.write("\\n")
+os.write(2, b"raw")
+"""
+    assert run(program, PYTHONUNBUFFERED="1")[2] == b"bar\nraw"
+
+
 def test_a_closed_descriptor_is_no_files():
     program = """
 import os

@@ -13,8 +13,8 @@ from framework.model.probe import find_layer_calls
 from framework.model.units import find_units
 from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline
 from framework.parallel.pipeline.simulate import Costs, simulate
-from framework.plan.page import save_schedule
 from framework.plan.plan import make_plan
+from framework.plan.plan_text import save_schedule
 from framework.recipe.compose import compose
 from framework.recipe.files import search_path
 

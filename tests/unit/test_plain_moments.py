@@ -11,7 +11,7 @@ from framework.optim.optimizers import FlatOptimizer, state_names
 from framework.optim.states import Int8Storage, LowBitStates, MomentsDtype
 from framework.optim.update_rules import FlatShard, ShardGroup
 from framework.recipe.schema import Optim
-from framework.verify.plain import PlainMoments
+from framework.verify.plain_rounding import PlainMoments
 
 CPU = torch.device("cpu")
 SHAPE = (30, 50)

@@ -9,9 +9,9 @@ import torch
 from framework.cli import main
 from framework.errors import EXIT_MEMORY, OutOfMemory
 from framework.model.load import load_config
+from framework.output import show_bytes
 from framework.plan.advice import describe_savings, explain_out_of_memory, find_relief, find_savings
 from framework.plan.plan import make_plan
-from framework.plan.text import show_bytes
 from framework.recipe.compose import compose
 from tests.grid import IN_TURN, few_of
 

@@ -13,12 +13,12 @@ from framework.optim.optimizers import state_names
 from framework.plan.advice import caution_of_fit, describe_verdict, find_changes
 from framework.plan.check import bytes_of_copies, bytes_of_fullest_node, check_layout
 from framework.plan.find import Question, choose_layout, search
-from framework.plan.forecast import MemoryForecast
+from framework.plan.forecast_memory import MemoryForecast, ranks_on_nodes
 from framework.plan.forecast_plan import forecast_plan
-from framework.plan.memory import measure_units, ranks_on_nodes, total_on_host
 from framework.plan.plan import Plan
-from framework.recipe.clusters import BY_GPU, OF_CPUS, read_shipped
+from framework.plan.state_bytes import measure_units, total_on_host
 from framework.recipe.compose import compose, compose_for_nodes, compose_open, find_pins
+from framework.recipe.machines import BY_GPU, OF_CPUS, read_shipped
 from tests.grid import IN_TURN
 
 pytestmark = IN_TURN

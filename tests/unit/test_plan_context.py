@@ -6,12 +6,11 @@ import pytest
 
 from framework.model.load import load_config
 from framework.plan.candidate import Candidate, method_of
-from framework.plan.context import AttentionShape, ContextCost, Passes, attention_shapes, find_methods
-from framework.plan.forecast_plan import forecast_plan
-from framework.plan.page import describe_ranks
+from framework.plan.forecast_plan import forecast_plan, measure_traffic
+from framework.plan.layer_widths import AttentionShape, attention_shapes
+from framework.plan.messages import ContextCost, Passes, find_methods
 from framework.plan.plan import make_plan
-from framework.plan.plan_text import describe_plan
-from framework.plan.traffic import measure_traffic
+from framework.plan.plan_text import describe_plan, describe_ranks
 from framework.recipe.compose import compose
 from tests.grid import IN_TURN
 

@@ -6,15 +6,14 @@ from itertools import islice
 
 import pytest
 
+from framework.output import show_bytes
 from framework.plan.advice import describe_relief, describe_savings, describe_verdict, find_relief, find_savings
+from framework.plan.bounds import Engine
 from framework.plan.check import check_layout, most_bytes
 from framework.plan.forecast_plan import forecast_plan
-from framework.plan.page import describe_ranks
-from framework.plan.page_of_plan import make_page
+from framework.plan.pages import make_page
 from framework.plan.plan import GB, Plan, make_plan
-from framework.plan.plan_text import describe_plan
-from framework.plan.search import Engine
-from framework.plan.text import show_bytes
+from framework.plan.plan_text import describe_plan, describe_ranks
 from framework.recipe.compose import compose
 from tests.grid import IN_TURN
 

@@ -2,6 +2,7 @@
 """Answers to compare: from any form of record to rows in which both answers of a pair stand, and clear words for what is none."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,23 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from framework.data.conversation import Message
+from framework.data.chat import Message
+from framework.data.document import read_answers
 from framework.data.loader import Loader
+from framework.data.order import count_overlong
 from framework.data.pack import Packer
-from framework.data.pairs import read_answers
 from framework.data.prepare import describe_rows, prepare
 from framework.data.prepared import Prepared
-from framework.data.rows import count_overlong
 from framework.data.store import TokenStream
 from framework.errors import DataError
 from framework.model.loss import IGNORE
 from framework.plan.forecast_plan import forecast_plan
-from framework.plan.page import describe_run
 from framework.plan.plan import make_plan
+from framework.plan.plan_text import describe_run
 from framework.recipe.compose import compose
-from framework.recipe.data_schema import NONE, PROBE, UNWANTED, WANTED
+from framework.recipe.keys import explain_unknown
+from framework.recipe.method_schema import NONE, PROBE, UNWANTED, WANTED
 from framework.recipe.schema import Adapter, Batch, Data, LossSettings, Model, Recipe, Source
-from framework.recipe.suggest import explain_unknown
 from tests.chat_templates import answer, user
 from tests.families import build_config, family
 from tests.ranks.parity import small_recipe
@@ -118,6 +119,9 @@ def test_documents_of_pairs_lie_side_by_side_in_one_split(tmp_path: Path) -> Non
         assert stream.trained[stream.ends - 1].tolist() == [WANTED, UNWANTED] * (stream.num_documents // 2)
     (line,) = describe_rows(prepared, recipe)
     assert f"{streams['train'].num_documents // 2} pairs of answers in" in line
+    rows = int(re.findall(r"in (\d+) rows", line)[0])
+    (line,) = describe_rows(prepared, recipe, num_tokens=3 * rows * recipe.batch.context)
+    assert line.endswith("filled, read 3.0 times")
 
 
 def test_probes_are_prompts_with_the_answers_of_others(tmp_path: Path) -> None:

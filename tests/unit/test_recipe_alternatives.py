@@ -12,7 +12,7 @@ from framework.errors import EXIT_USER, MeshwrightError, ModelError
 from framework.launch.settle import settle
 from framework.model.load import inline_config_file, load_config
 from framework.recipe.compose import compose, compose_open
-from framework.recipe.layout_keys import value_of
+from framework.recipe.keys import value_of
 from framework.recipe.problem import render_problems, shipped_recipes
 from framework.recipe.schema import Recipe
 from tests.grid import IN_TURN, few_of
@@ -162,3 +162,11 @@ def test_what_is_no_config_is_refused_by_name(tmp_path: Path, capsys: pytest.Cap
         with pytest.raises(MeshwrightError, match=str(path)):
             load_config(compose([f"model.config_file={path}"]).require().model)
     assert main(["plan", f"model.config_file={tmp_path / 'absent.json'}"]) == EXIT_USER
+
+
+def test_a_chosen_recipe_of_which_an_experiment_states_keys_is_noted() -> None:
+    words = ["experiment=quickstart", "model=llama3_1_8b"]
+    (note,) = compose(words).notes
+    assert "model=llama3_1_8b" in note
+    assert "model.config.hidden_size" in note
+    assert compose(words[:1]).notes == compose(words[1:]).notes == ()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from framework.errors import RecipeError
-from framework.recipe import launch_rules, layout_rules, method_rules, run_rules
+from framework.recipe import layout_rules, machines, method_rules, run_rules
 from framework.recipe.check import RULES, check_recipe
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive, unpadded_lengths
@@ -568,7 +568,7 @@ def test_a_rule_reads_only_the_keys_that_it_declares(overrides):
 
 
 def test_every_rule_is_asked() -> None:
-    for module in (launch_rules, layout_rules, method_rules, run_rules):
+    for module in (machines, layout_rules, method_rules, run_rules):
         written = {name: each for name, each in vars(module).items() if isinstance(each, Rule)}
         assert written
         assert [name for name, each in written.items() if each not in RULES] == []

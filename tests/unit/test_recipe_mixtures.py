@@ -11,15 +11,15 @@ from framework.errors import RecipeError
 from framework.model.expert_rows import Router
 from framework.model.flops import measure_model
 from framework.model.load import build_meta
+from framework.output import show_bytes
 from framework.plan.candidate import planned_candidate, topology_of
 from framework.plan.check import check_layout, most_bytes
-from framework.plan.page import describe_layouts, describe_ranks
-from framework.plan.text import show_bytes
-from framework.plan.token_hops import TokenHops
-from framework.plan.traffic import measure_traffic, sent_over_hops
-from framework.recipe.clusters import read_shipped
+from framework.plan.forecast_plan import measure_traffic, sent_over_hops
+from framework.plan.messages import TokenHops
+from framework.plan.plan_text import describe_layouts, describe_ranks
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
+from framework.recipe.machines import read_shipped
 from framework.verify.prepare import VerifyOptions, shrink_recipe
 from tests.grid import IN_TURN, few_of
 

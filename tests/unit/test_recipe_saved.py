@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from framework.errors import RecipeError
 from framework.recipe.compose import compose, load_recipe, resolve, save_recipe
-from framework.recipe.saved import read_base
+from framework.recipe.convert import read_base
 from framework.recipe.schema import Data, Model, Optim, ParameterGroup, Recipe, Run, Source
 
 TEXT = st.text(max_size=12) | st.sampled_from(

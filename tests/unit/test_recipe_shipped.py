@@ -6,8 +6,8 @@ import pytest
 
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
+from framework.recipe.files import list_options
 from framework.recipe.keys import list_groups
-from framework.recipe.overrides import list_options
 from framework.recipe.problem import shipped_recipes
 from tests.grid import IN_TURN, few_of
 

@@ -6,8 +6,16 @@ import pytest
 
 from framework.recipe.compose import compose
 from framework.recipe.convert import to_recipe
-from framework.recipe.keys import NAME, list_paths
-from framework.recipe.suggest import OUR_VALUES, explain_unknown, foreign_names, list_systems, names_of, read_table
+from framework.recipe.keys import (
+    NAME,
+    OUR_VALUES,
+    explain_unknown,
+    foreign_names,
+    list_paths,
+    list_systems,
+    names_of,
+    read_table,
+)
 
 KEYS = list_paths()
 
@@ -156,6 +164,7 @@ def test_sentences_speak_of_keys_that_exist():
         ("lr", "optim.lr"),
         ("optim.weight_deca", "optim.weight_decay"),
         ("optim.warmup", "optim.schedule.warmup_steps"),
+        ("optim.heads", "optim.muon.heads"),
         ("batch.sequence_per_step", "batch.sequences_per_step"),
         ("checkpoint.every_step", "checkpoint.every_steps"),
         ("data.sources.web.wieght", "data.sources.web.weight"),

@@ -18,7 +18,7 @@ from framework.parallel.zero.row_codes import NF4, RowCodec, RowKind, round_rows
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.recipe.schema import Adapter, Parallel, Recipe, Zero
-from framework.verify.plain_adapters import _make_nf4, _round
+from framework.verify.plain_rounding import _make_nf4, _round
 from tests.families import build_config, family
 from tests.grid import IN_TURN
 from tests.ranks.parity import small_recipe

@@ -20,9 +20,9 @@ from framework.mesh.topology import Topology
 from framework.plan.plan import make_plan
 from framework.recipe.check import check_recipe
 from framework.recipe.compose import compose, load_recipe, save_recipe
+from framework.recipe.convert import to_yaml
 from framework.recipe.environment import describe_public, fill, hide_secrets, is_secret, looks_secret, secret_in
 from framework.recipe.problem import render_problems
-from framework.recipe.saved import to_yaml
 from framework.recipe.schema import Launch, Model, Recipe
 from framework.train.reports import describe_run
 

@@ -9,8 +9,8 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from framework.data.tokenize import save_tokenizer, train_bpe
 from framework.errors import RunError
 from framework.launch.directory import RunDirectory
-from framework.launch.resume import resume_recipe
-from framework.launch.settle import keep_settled, settle_tokens
+from framework.launch.resume import keep_settled, resume_recipe
+from framework.launch.settle import settle_tokens
 from framework.model.generate import find_end, set_token_ids
 from framework.model.load import build_meta, load_config
 from framework.recipe.compose import compose, save_recipe

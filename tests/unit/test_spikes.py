@@ -8,7 +8,7 @@ from math import inf, nan
 import numpy as np
 import pytest
 
-from framework.train.spikes import (
+from framework.train.sums import (
     LAG,
     LEVEL_STEPS,
     NO_LIMITS,

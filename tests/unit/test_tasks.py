@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from framework import cli
-from framework.commands.import_tasks import convert_task, import_tasks
+from framework.commands.evaluate import convert_task, import_tasks
 from framework.data.tasks import (
     SCORES,
     TASKS,
@@ -30,7 +30,7 @@ from framework.data.tokenize import save_tokenizer, train_bpe
 from framework.errors import EXIT_USER, DataError, ModelError, RecipeError
 from framework.recipe.plugins import import_plugins
 from framework.recipe.schema import Checkpoint, Recipe
-from framework.train.save_policy import SavePolicy
+from framework.train.loop import SavePolicy
 from framework.train.state import RunState
 from tests.tiny_run import WORDS
 
@@ -121,6 +121,11 @@ def test_a_plugins_task_is_the_file_of_its_records(tokenizer: Path, tmp_path: Pa
         list_tasks(["piqa", "sums", "copa"])
 
 
+def test_two_runs_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["evaluate", "runs/mine", "runs/other", "parallel.tp=2"]) == EXIT_USER
+    assert "runs/mine is named before runs/other: evaluate each by itself" in capsys.readouterr().err
+
+
 def test_an_import_evaluates_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["evaluate", "runs/mine", "--import", "piqa"]) == EXIT_USER
     assert "leave runs/mine out" in capsys.readouterr().err
@@ -197,7 +202,7 @@ class World:
     ("by", "values", "best"), [("t/acc", [0.2, 0.3, 0.3], 1), ("t/perplexity", [9.0, 8.0, 10.0], 1)]
 )
 def test_the_best_checkpoint_may_be_that_of_a_score(by: str, values: list[float], best: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr("framework.train.save_policy.broadcast_object", lambda choose, world: choose())
+    monkeypatch.setattr("framework.train.loop.broadcast_object", lambda choose, world: choose())
     policy = SavePolicy(Checkpoint(keep_best=by), 10, SimpleNamespace())  # type: ignore[arg-type]
     state = RunState("run", "data", best_step=7, best_validation_loss=-100.0)  # by the validation loss, before a resume
     for step, value in enumerate(values):

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from framework.track.device import mfu, peak_flops, peak_memory_bytes
+from framework.host import peak_flops
+from framework.train.reports import mfu, peak_memory_bytes
 
 
 @pytest.mark.parametrize(

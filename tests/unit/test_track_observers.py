@@ -7,14 +7,14 @@ from dataclasses import asdict
 import pytest
 
 from framework.recipe.schema import Recipe, Track, Wandb
-from framework.track.observers import Observers, open_observers
-from framework.track.report import RunInfo, StepReport
+from framework.track.report import Observer, Observers, RunInfo, StepReport
+from framework.train.reports import open_observers
 
 RUN = RunInfo("r", {}, total_steps=2)
 REPORT = StepReport(1, 4, 64, 2.5, 1.0, 1e-3, 0.1, 640.0, (640.0,), 0.0, None, 1 << 20)
 
 
-class Recorder:
+class Recorder(Observer):
     def __init__(self, calls, fails_in=()):
         self.calls, self.fails_in = calls, fails_in
 

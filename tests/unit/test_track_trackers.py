@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from framework.plan import page_of_plan
+from framework.plan import pages
 from framework.recipe import run_rules
 from framework.recipe.compose import compose, save_recipe
 from framework.recipe.plugins import import_plugins
@@ -175,7 +175,7 @@ def test_the_page_of_a_plan_is_written_for_a_run(tmp_path: Path) -> None:
     save_recipe(
         compose(["experiment=quickstart", "launch.ranks=2", "launch.device=cpu"]).require(), tmp_path / "recipe.yaml"
     )
-    page_of_plan.main(tmp_path)
+    pages.main(tmp_path)
     text = (tmp_path / "plan.html").read_text()
     assert "meshwright plan; machine" in text
     assert "dp=2, zero 0" in text

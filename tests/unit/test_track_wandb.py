@@ -25,7 +25,7 @@ from framework.recipe.derive import derive
 from framework.track.jsonl import Jsonl
 from framework.track.mirror import CLOSE_TIMEOUT_S, MAX_RANKS_CHARTED, POLL_S, Mirror, chart_values
 from framework.track.report import RunInfo, StepReport, save_run_info
-from framework.track.wandb import write_sync
+from framework.track.trackers import write_sync
 from tests.grid import IN_TURN, few_of
 
 pytestmark = IN_TURN

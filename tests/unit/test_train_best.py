@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from framework.train.save_policy import is_best
+from framework.train.loop import is_best
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from framework.comm.communicator import Communicator
 from framework.mesh.topology import Axis
 from framework.model.loss import IGNORE, TokenLoss
 from framework.model.objective import LOSSES, Pairs, Statistics
-from framework.recipe.data_schema import PROBE, UNWANTED, WANTED
+from framework.recipe.method_schema import PROBE, UNWANTED, WANTED
 from framework.recipe.schema import LossSettings
 
 pytest.importorskip("trl", reason="pip install meshwright[trl]")

@@ -14,8 +14,8 @@ from framework.verify.compare import compare_initial
 from framework.verify.evidence import keep_double, separate
 from framework.verify.layout import initial_weights
 from framework.verify.oracle import _stock_model
-from framework.verify.plain import draw_words
 from framework.verify.plain import find_experts as find_plain_experts
+from framework.verify.plain_rounding import draw_words
 from tests.families import FAMILIES, Family, build_config, family, is_kind, skip_without_initial_values
 from tests.grid import few_of
 from tests.ranks.parity import CPU, Case, run_cases, small_recipe, worst_error

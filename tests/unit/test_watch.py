@@ -13,11 +13,10 @@ from framework.comm.waits import Operation
 from framework.mesh.topology import Axis
 from framework.monitor import watchdog as watchdog_module
 from framework.monitor.hang import RANKS_FILE, TRAINING, RankStatus, read_ranks, write_ranks
-from framework.monitor.phases import Phase, Phases
-from framework.monitor.progress import FIRST_STEPS, Progress, Save
+from framework.monitor.progress import FIRST_STEPS, Phase, Phases, Progress, Save
 from framework.monitor.watchdog import Watchdog
-from framework.recipe.deadlines import Deadlines
-from framework.track.lines import read_lines
+from framework.recipe.machines import Deadlines
+from framework.track.jsonl import read_lines
 from framework.track.report import HANGS_FILE
 
 pytestmark = pytest.mark.waits

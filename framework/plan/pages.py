@@ -1,34 +1,37 @@
-"""The page of a plan: its forecasts as rows, charts over them, and words.
+"""Pages of a plan and of a search: forecasts as rows, charts over them, and words.
 
-`python page_of_plan.py RUN` writes the page of a run's saved recipe.
+A plan's page shows where bytes and seconds go. A search's has layouts as points and rows, sliders that pick among those that
+were forecast, and what was rejected.
+
+`python -m framework.plan.pages RUN` writes the page of a run's saved recipe.
 """
 
+import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from framework.files import write_file
 from framework.mesh.placement import Placement
+from framework.output import GIB, show_bytes, show_hours, show_seconds
 from framework.parallel.pipeline.simulate import Timeline, simulate
 from framework.plan.advice import FittingChange, describe_changes, describe_verdict
-from framework.plan.forecast import OUTSIDE, SLACK, MemoryForecast, StageMemory, TimeForecast
-from framework.plan.forecast_plan import PlanForecast
-from framework.plan.page_charts import WORDS, Row, Rows, is_near, plan_charts
-from framework.plan.page_html import Page, Section, render_html
+from framework.plan.forecast_memory import OUTSIDE, SLACK, MemoryForecast, StageMemory
+from framework.plan.forecast_plan import PlanForecast, forecast_run, measure_traffic
+from framework.plan.page_charts import WORDS, Row, Rows, is_near, layouts_charts, plan_charts
+from framework.plan.page_html import Page, Section, Table, render_html
 from framework.plan.plan import Plan
-from framework.plan.plan_stages import forecast_run
-from framework.plan.text import GIB, show_bytes, show_hours, show_seconds
-from framework.plan.traffic import measure_traffic
+from framework.plan.search import Ranked, Rejection, Search, describe, group_rejections
+from framework.plan.time import TimeForecast
+from framework.recipe.convert import load_recipe
 from framework.recipe.plugins import import_plugins
-from framework.recipe.saved import load_recipe
 
 # Boxes that a browser draws without the reader waiting for it.
 MOST_ACTIONS = 4000
 MOST_RANKS = 1024
 MESH_AXES = ("pp", "dp", "cp", "tp", "ep")
-
-
 # Messages of each parallelism: axes of the mesh, parts of a TimeForecast, kinds of traffic.
 LINKS = {
     **{name: ((name,), (name,), (name,)) for name in ("tp", "cp", "ep", "pp")},
@@ -239,6 +242,177 @@ def _describe_sections(plan: Plan, found: PlanForecast, shown: int) -> dict[str,
         "Mesh": f"Ranks on their nodes{first}: point at one to see its coordinates.",
     }
     return dict(zip(("memory", "phases", "parts", "timeline", "links", "mesh"), sentences.items(), strict=True))
+
+
+# Bytes of a page's rows; Vega takes 0.9 MB of the 2 that a page may have.
+MOST_ROW_BYTES = 900_000
+MOST_REASONS = 60
+# Rows that the page fills in as the reader chooses.
+FILLED = ("layouts", "picked", "memory", "totals", "parts")
+# Sliders: field of a row, its name for readers.
+CHOICES = (
+    ("gpus", "GPUs"),
+    ("dp", "dp"),
+    ("tp", "tp"),
+    ("pp", "pp"),
+    ("cp", "cp"),
+    ("ep", "ep"),
+    ("zero", "ZeRO stage"),
+    ("microbatch", "sequences of a microbatch"),
+)
+# Columns of the table: field, title, is it text, is it said of the picked layout.
+COLUMNS = (
+    ("number", "#", False, False),
+    ("gpus", "GPUs", False, False),
+    ("layout", "layout", True, False),
+    ("step", "step", False, True),
+    ("speed", "tokens/s a GPU", False, True),
+    ("mfu", "MFU", False, True),
+    ("memory_words", "memory", False, True),
+    ("verdict", "", False, True),
+    ("hours", "hours", False, True),
+    ("cost", "cost", False, True),
+)
+
+
+def choice_of(layout: Ranked) -> tuple[int, ...]:
+    """The layout's values of the sliders."""
+    c = layout.candidate
+    return (c.world, c.dp, c.tp, c.pp, c.cp, c.ep, c.zero, c.sequences)
+
+
+def make_search_page(results: Sequence[Search], over: Sequence[Ranked] = ()) -> Page:
+    """Make the page of searches on one or several numbers of GPUs, the wanted one first. over: layouts that do not fit.
+
+    Layouts are numbered in the order of the first search's ranking. Where they are too many for a page it has the best of each
+    setting of the sliders, then the best of all."""
+    found = [each for result in results for each in (*result.ranked, *result.others)]
+    ordered = sorted(found, key=lambda each: each.step_s)
+    fields, values = choose_rows([*ordered, *over])
+    first, shape = results[0], results[0].engine.shape
+    best, world = first.ranked[0] if first.ranked else None, first.space.world
+    batch = f"{first.space.sequences_per_step:,} sequences of {first.space.base.batch.context:,} tokens a step"
+    verdict = f"none of {first.num_layouts:,} layouts fits on {world} GPUs"
+    if best is not None:
+        verdict = f"best by {first.by}: {describe(best.candidate)}, {show_seconds(best.step_s)} a step"
+    names = _names([*ordered, *over])
+    return Page(
+        title=f"{shape.config.model_type}, {shape.size.total:,} parameters; {batch}; {world} x {first.engine.cluster.name}",
+        verdict=verdict,
+        is_over=best is None,
+        facts=tuple(_list_search_facts(results[0])),
+        sections=(),
+        charts={name: chart.to_dict() for name, chart in layouts_charts(names["kinds"]).items()},
+        rows={name: [] for name in FILLED},
+        footer=f"meshwright search; machine {results[0].engine.cluster.name}. All numbers are predicted, none is measured.",
+        tables=(_reject(results[0].rejections),),
+        layouts={
+            "fields": fields,
+            "values": values,
+            "wanted": results[0].space.world,
+            "choices": [
+                {"key": key, "name": name, "values": sorted({row[fields.index(key)] for row in values})}
+                for key, name in CHOICES
+            ],
+            "columns": [dict(zip(("key", "name", "isText", "isFact"), each, strict=True)) for each in COLUMNS],
+            **names,
+        },
+        layouts_words=_describe_shown(results, len(values), len(found) + len(over)),
+    )
+
+
+def choose_rows(layouts: Sequence[Ranked], most_bytes: int = MOST_ROW_BYTES) -> tuple[list[str], list[list[Any]]]:
+    """(fields, values of each layout) of as many as a page holds, in the given order."""
+    firsts: dict[tuple[int, ...], int] = {}
+    for number, each in enumerate(layouts):
+        firsts.setdefault(choice_of(each), number)
+    chosen = set(firsts.values())
+    order = [*firsts.values(), *(number for number in range(len(layouts)) if number not in chosen)]
+    names, room = _names(layouts), most_bytes
+    fields: list[str] = []
+    kept: dict[int, list[Any]] = {}
+    for number in order:
+        row = _row(number + 1, layouts[number], names)
+        room -= len(json.dumps(list(row.values())))
+        if room < 0:
+            break
+        fields, kept[number] = list(row), list(row.values())
+    return fields, [kept[number] for number in sorted(kept)]
+
+
+def _names(layouts: Iterable[Ranked]) -> Mapping[str, list[str]]:
+    """Kinds of bytes and parts of a step that any of them has, in the order of the numbers in its row."""
+    kinds: dict[str, None] = {}
+    parts: dict[str, None] = {}
+    for each in layouts:
+        fullest = each.forecast.memory.fullest
+        kinds |= dict.fromkeys(kind for kind, size in fullest.held.items() if size)
+        parts |= dict.fromkeys(part for part, seconds in each.forecast.time.parts.items() if seconds)
+    return {"kinds": [*kinds, OUTSIDE, SLACK], "parts": list(parts)}
+
+
+def _row(number: int, layout: Ranked, names: Mapping[str, list[str]]) -> dict[str, Any]:
+    c, memory, time = layout.candidate, layout.forecast.memory, layout.forecast.time
+    fullest = memory.fullest
+    held = fullest.kinds
+    over = f"{layout.missing / GIB:,.1f} GiB over"
+    return {
+        "number": number,
+        **dict(zip((key for key, _ in CHOICES), choice_of(layout), strict=True)),
+        "layout": describe(c),
+        "step_s": _round(time.step_s),
+        "gb": _round(fullest.reserved / GIB),
+        "limit": _round(memory.limit / GIB),
+        "over": _round(layout.missing / GIB),
+        "over_words": over if layout.missing else "",
+        "step": show_seconds(time.step_s),
+        "speed": f"{time.tokens_per_s_and_rank:,.0f}",
+        "mfu": f"{time.mfu:.1%}",
+        "memory_words": show_bytes(fullest.reserved),
+        "verdict": over if layout.missing else f"{memory.spare / GIB:,.1f} GiB to spare",
+        "hours": f"{time.hours:,.1f}",
+        "cost": f"${time.cost:,.0f}" if time.cost else "-",
+        "memory": [_round(held.get(kind, 0) / GIB) for kind in names["kinds"]],
+        "parts": [_round(time.parts.get(part, 0.0)) for part in names["parts"]],
+    }
+
+
+def _round(number: float) -> float:
+    """Five digits: what a chart shows, and a third of the characters."""
+    return float(f"{number:.5g}")
+
+
+def _list_search_facts(result: Search) -> Iterator[tuple[str, str]]:
+    yield "layouts", f"{result.num_layouts:,}"
+    yield "forecast", f"{result.num_forecast:,}"
+    yield "excluded by bounds", f"{result.num_slower:,}"
+    yield "rejected", f"{result.num_rejected:,}"
+    if result.ranked:
+        time, memory = result.ranked[0].forecast.time, result.ranked[0].forecast.memory
+        yield "best step", show_seconds(time.step_s)
+        yield "tokens/s of a GPU", f"{time.tokens_per_s_and_rank:,.0f}"
+        yield "MFU", f"{time.mfu:.1%}"
+        yield "to spare", show_bytes(memory.spare)
+
+
+def _describe_shown(results: Sequence[Search], shown: int, forecast: int) -> str:
+    worlds = ", ".join(str(result.space.world) for result in results)
+    left_out = forecast - shown
+    words = f"{shown:,} layouts on {worlds} GPUs, each computed in full: sliders pick the fastest that matches, a click another."
+    if left_out:
+        words += f" {left_out:,} more were computed and have no room on this page: each setting of the sliders keeps its best."
+    slower = sum(result.num_slower for result in results)
+    if slower:
+        words += f" {slower:,} are slower than these by a lower bound and were not computed."
+    return words
+
+
+def _reject(rejections: Sequence[Rejection]) -> Table:
+    grouped = group_rejections(rejections)
+    rows = tuple((f"{count:,}", each.layout, each.reason) for each, count in grouped[:MOST_REASONS])
+    more = f" {len(grouped) - MOST_REASONS} rarer reasons are left out." if len(grouped) > MOST_REASONS else ""
+    words = f"Layouts that no recipe may have, or that do not fit: how many, an example, why.{more}"
+    return Table("Rejected", words, ("layouts", "such as", "reason"), rows)
 
 
 def main(run_dir: Path) -> None:

@@ -1,4 +1,5 @@
-"""The length of a pipeline's step: the simulator's timeline, memoized as its critical path.
+"""Seconds of stages for one microbatch, and the length of a pipeline's step: the simulator's timeline, memoized as its critical
+path.
 
 A timeline is as long as its longest path through actions that wait for one another, and which path that is changes little where
 costs change little. So each schedule is simulated once for costs that are rounded, and what is stored is the path: how many
@@ -6,13 +7,17 @@ forwards and backwards of each stage, and how many messages, lie on it. The leng
 than the busiest rank's own work. Of many microbatches the last ones only repeat: lengths grow by the same amount for each.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 
+from framework.model.stage import StageBounds
 from framework.parallel.pipeline.actions import ActionKind, B, F, I, Schedule, W
 from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import Costs, Timeline, simulate
+from framework.plan.exposure import Exposure
+from framework.plan.operators import UnitWork, Work
+from framework.plan.sharding import ShardedUnit
 
 # Beyond so many microbatches for each rank of the pipeline lengths are taken to grow evenly.
 STEADY = 3
@@ -20,6 +25,129 @@ STEADY = 3
 WHOLE_BACKWARDS = ("gpipe", "1f1b", "interleaved")
 # Steps in which costs are rounded, of the mean forward.
 ROUNDED = 0.125
+Seconds = dict[str, float]
+
+
+@dataclass(frozen=True)
+class StageForm:
+    """A stage as far as its time depends on it. layers: (kind, number of them), in order; bounds: of one such stage."""
+
+    is_first: bool
+    is_last: bool
+    layers: tuple[tuple[int, int], ...]
+    bounds: StageBounds = field(compare=False)
+
+
+@dataclass(frozen=True)
+class UnitTime:
+    """A unit for one microbatch. exposures: of its messages, by axis. grouped: share of its forwards that run a second time to
+    bring back the input of another layer (activation checkpointing by groups). launched: seconds in which the host launches a
+    forward, which cannot take less; a backward takes the host twice as long."""
+
+    work: UnitWork
+    exposures: Mapping[str, Exposure] = field(default_factory=dict)
+    grouped: float = 0.0
+    launched: float = 0.0
+
+    @cached_property
+    def again(self) -> Work:
+        """Recomputation."""
+        return self.work.again + self.work.forward.times(self.grouped) if self.grouped else self.work.again
+
+    @cached_property
+    def forward(self) -> float:
+        """Seconds of its forward."""
+        return max(self._forward, self.launched)
+
+    @property
+    def _forward(self) -> float:
+        return self.work.forward.total + sum([each.forward for each in self.exposures.values()])
+
+    @cached_property
+    def input(self) -> float:
+        """Seconds of its input gradient, recomputation included."""
+        return max(self._input, 2 * self.launched - self.work.weight.total)
+
+    @property
+    def _input(self) -> float:
+        messages = sum([each.backward + self.grouped * each.forward for each in self.exposures.values()])
+        return self.work.input.total + self.again.total + messages
+
+    @property
+    def late(self) -> float:
+        """Seconds in which the device waits for the host."""
+        return self.forward - self._forward + self.input - self._input
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of forward and backward where no group of layers is computed again."""
+        whole = self.work.total + sum([each.forward + each.backward for each in self.exposures.values()])
+        return max(whole, 3 * self.launched)
+
+
+@dataclass
+class StageTime:
+    """A stage for one microbatch, and what it takes once a step."""
+
+    forward: float = 0.0
+    """Seconds of its forward; `input`, `weight`: of its input and weight gradients."""
+    input: float = 0.0
+    weight: float = 0.0
+    parts: Seconds = field(default_factory=dict)
+    """The same seconds by part; `hidden`: of messages under computation, by axis."""
+    hidden: Seconds = field(default_factory=dict)
+    units: list[ShardedUnit] = field(default_factory=list)
+    """Units that ZeRO shards, in order of computation."""
+    once: Seconds = field(default_factory=dict)
+    """Seconds of a step, whatever the number of microbatches; `hidden_once` likewise."""
+    hidden_once: Seconds = field(default_factory=dict)
+    owned: float = 0.0
+    """Parameters (elements) that the rank's optimizer updates."""
+
+    @property
+    def microbatch(self) -> float:
+        """Seconds of one microbatch."""
+        return self.forward + self.input + self.weight
+
+    def add(self, unit: UnitTime, count: int, elements: tuple[float, float], end: str = "") -> None:
+        """Add equal units. elements: (dense, of experts) of one on a rank, before ZeRO; end: embedding or head, "" for layers."""
+        work, again = unit.work, unit.again
+        self.forward += count * unit.forward
+        self.input += count * unit.input
+        self.weight += count * work.weight.total
+        computed = work.forward + work.input + work.weight
+        for name, seconds in (
+            ("matmuls", computed.matmuls - work.uneven),
+            ("imbalance", work.uneven),
+            ("attention", computed.attention),
+            ("elementwise", computed.elementwise),
+            ("recomputation", again.total),
+            ("host", unit.late),
+            *((axis, each.forward * (1 + unit.grouped) + each.backward) for axis, each in unit.exposures.items()),
+        ):
+            self.parts[name] = self.parts.get(name, 0.0) + count * seconds
+        for axis, each in unit.exposures.items():
+            self.hidden[axis] = self.hidden.get(axis, 0.0) + count * each.hidden
+        backward = unit.input + work.weight.total
+        self.units.append(ShardedUnit(*elements, unit.forward, backward, count, end == "embedding", end == "head"))
+
+
+@dataclass(frozen=True)
+class PipelineTimes:
+    """All ranks of a pipeline. stages: in order; by rank: seconds of its microbatches (busy), of what comes once a step (late),
+    the update's parts, elements that it updates."""
+
+    stages: Sequence[StageTime]
+    busy: Sequence[float]
+    late: Sequence[float]
+    updates: Sequence[Mapping[str, float]]
+    owned: Sequence[float]
+
+    @cached_property
+    def slowest(self) -> int:
+        """The rank whose own work takes longest."""
+        totals = [busy + late for busy, late in zip(self.busy, self.late, strict=True)]
+        return totals.index(max(totals))
 
 
 @dataclass(frozen=True)
