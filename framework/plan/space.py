@@ -28,9 +28,11 @@ from framework.parallel.attention import (
     refuse_undivided_context,
     refuse_uneven_heads,
 )
+from framework.parallel.experts.deep_rows import refuse_deep_ranks
 from framework.parallel.experts.split import check_experts
 from framework.parallel.pipeline.pipeline import refuse_few_layers
 from framework.plan.candidate import Candidate, Checkpointing, method_of, recipe_of, remember
+from framework.plan.cluster import place_group
 from framework.plan.shape import DEGREES, ModelShape, refuse_dropped_layers
 from framework.recipe.check import FOLLOWING_KEYS, LAYOUT_KEYS, layout_rules
 from framework.recipe.derive import count_nodes, count_ranks, divisors
@@ -293,12 +295,17 @@ class ModelRules:
         refuse_dropped_layers(self.shape.config, 1, c.tp)
         self.shape.stage_units(StageBounds(0, 1, 0, self.shape.num_layers), c)
 
-    @remember("tp", "ep", "expert_tp")
+    @remember("tp", "ep", "expert_tp", "world", "ranks_per_node")
     @_as_reason
     def refuse_experts(self, c: Candidate) -> None:
         """Refusal of an expert-parallel degree. A dense model has nothing that expert_tp could divide."""
+        recipe = self.shape.recipe
         if c.ep > 1 or self.shape.mixtures:
-            check_experts(self.shape.whole, c.ep, self.shape.recipe.model.expert_capacity, c.expert_tp < c.tp)
+            check_experts(self.shape.whole, c.ep, recipe.model.expert_capacity, c.expert_tp < c.tp)
+        # A rule refuses slices of experts, so that ranks of ep are neighbours.
+        if c.ep > 1 and c.expert_tp == 1 and recipe.parallel.expert_backend == "deepep":
+            nodes = place_group(c.ep, 1, c.ranks_per_node, c.world).nodes
+            refuse_deep_ranks(c.ep, nodes, self.shape.text.hidden_size)
 
     @remember("pp", "schedule", "virtual", "tp", "context")
     @_as_reason

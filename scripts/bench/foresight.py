@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import combinations, groupby
-from math import log
+from math import exp, log
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +39,15 @@ from scripts.bench.nanotron import GIB, UNITS, Choice, Fitted, Llama, Nanotron, 
 
 CONTEXT = 4096
 VOCABULARY = 131072
-# hidden, layers, heads, intermediate, whether the embeddings are tied. The playbook says that the 3B model has 24 heads; its
-# script for these runs has 32, and runs with tp=16 and 32 ran, which 24 heads do not allow. Bytes and FLOPs do not depend on it.
+# hidden, layers, heads, heads of keys, intermediate, whether the embeddings are tied. The playbook says that the 3B model has 24
+# heads; its script for these runs has 32, and runs with tp=16 and 32 ran, which 24 heads do not allow. Bytes and FLOPs do not
+# depend on it.
 SIZES = {
-    "1B": (2048, 16, 32, 8192, True),
-    "3B": (3072, 28, 32, 8192, True),
-    "8B": (4096, 32, 32, 14336, False),
-    "80B": (8192, 80, 64, 28672, False),
+    "1B": (2048, 16, 32, 32, 8192, True),
+    "3B": (3072, 28, 32, 32, 8192, True),
+    "8B": (4096, 32, 32, 32, 14336, False),
+    "80B": (8192, 80, 64, 64, 28672, False),
+    "70B": (8192, 80, 64, 8, 28672, False),
 }
 COUNTS = ("nodes", "dp", "tp", "pp", "mbs", "ga", "gbs", "zero")
 MEASURED = ("tps", "mem")
@@ -58,12 +60,14 @@ class TableError(MeshwrightError):
 
 @dataclass(frozen=True)
 class Row:
-    """A published run. tps, mem: None where it failed."""
+    """A published run. gbs: sequences that the file says of a step, which a few rows' microbatches are not; tps, mem: None where
+    it failed."""
 
     line: int
     size: str
     candidate: Candidate
     nodes: int
+    gbs: int
     tps: float | None
     mem: float | None
 
@@ -71,8 +75,27 @@ class Row:
     def half(self) -> str:
         """The half that it belongs to, by what was chosen before the run."""
         c = self.candidate
-        chosen = (self.size, self.nodes, c.dp, c.tp, c.pp, c.sequences, c.accumulation, c.zero)
+        accumulation, rest = divmod(self.gbs, c.dp * c.sequences)
+        chosen = (
+            self.size,
+            self.nodes,
+            c.dp,
+            c.tp,
+            c.pp,
+            c.sequences,
+            c.accumulation if rest else accumulation,
+            c.zero,
+        )
         return HALVES[hashlib.sha256("|".join(map(str, chosen)).encode()).digest()[0] % 2]
+
+    @property
+    def model(self) -> str:
+        """The model that ran. Pipelines of 80B with ZeRO 0 and tp within a node are the 70B of eight heads of keys: so says the
+        column mfu, over tps, which is FLOPs of a token."""
+        is_grouped = (
+            self.size == "80B" and self.candidate.pp > 1 and self.candidate.zero == 0 and self.candidate.tp <= 8
+        )
+        return "70B" if is_grouped else self.size
 
     @property
     def group(self) -> tuple[str, int]:
@@ -138,8 +161,6 @@ def _read_row(path: Path, line: int, cells: dict[str, Any]) -> Row:
     world = counts["dp"] * counts["tp"] * counts["pp"]
     if -(-world // 8) != counts["nodes"]:
         raise TableError(f"{path}:{line}: dp x tp x pp = {world} ranks are not {counts['nodes']} nodes of eight")
-    # A few rows name more microbatches than a step of gbs sequences has; the throughput they give is that of such a step.
-    accumulation, rest = divmod(counts["gbs"], counts["dp"] * counts["mbs"])
     candidate = Candidate(
         dp=counts["dp"],
         tp=counts["tp"],
@@ -148,10 +169,10 @@ def _read_row(path: Path, line: int, cells: dict[str, Any]) -> Row:
         zero=counts["zero"],
         shard=counts["dp"] if counts["zero"] else 1,
         sequences=counts["mbs"],
-        accumulation=counts["ga"] if rest else accumulation,
+        accumulation=counts["ga"],
         context=CONTEXT,
     )
-    return Row(line, size, candidate, counts["nodes"], numbers["tps"], numbers["mem"])
+    return Row(line, size, candidate, counts["nodes"], counts["gbs"], numbers["tps"], numbers["mem"])
 
 
 def _read_number(path: Path, line: int, name: str, cell: Any) -> float | None:
@@ -170,13 +191,13 @@ def _read_number(path: Path, line: int, name: str, cell: Any) -> float | None:
 @cache
 def read_llama(size: str) -> Llama:
     """The model of a size, from a config of transformers."""
-    hidden, layers, heads, intermediate, is_tied = SIZES[size]
+    hidden, layers, heads, key_heads, intermediate, is_tied = SIZES[size]
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=heads,
+        num_key_value_heads=key_heads,
         intermediate_size=intermediate,
         tie_word_embeddings=is_tied,
         max_position_embeddings=CONTEXT,
@@ -190,17 +211,18 @@ def read_cluster() -> ClusterRates:
     return ClusterRates.from_group(read_shipped("h100_efa"))
 
 
-def foretell(rows: Sequence[Row], fitted: Fitted) -> list[Outcome]:
-    """Foretell each row, and whether a failure was one of memory."""
-    machines = {size: Nanotron(read_llama(size), read_cluster(), fitted) for size in {row.size for row in rows}}
+def foretell(rows: Sequence[Row], fitted: Fitted, is_told: bool = False) -> list[Outcome]:
+    """Foretell each row, and whether a failure was one of memory. is_told: with the campaign of each run as if the file said it,
+    which is the one whose throughput is nearer to what was measured."""
+    machines = {model: Nanotron(read_llama(model), read_cluster(), fitted) for model in {row.model for row in rows}}
     ran: dict[tuple[str, int, int], list[Row]] = {}
     for row in rows:
         if row.mem is not None:
             ran.setdefault(_alike(row), []).append(row)
     outcomes = []
     for row in rows:
-        machine = machines[row.size]
-        choice = machine.choose(row.candidate)
+        machine = machines[row.model]
+        choice = _told(machine, row) if is_told and row.tps else machine.choose(row.candidate)
         memory = machine.memory(row.candidate, choice)
         refusal = find_refusal(machine.llama, row.candidate)
         by_memory = row.mem is None and refusal is None
@@ -208,8 +230,17 @@ def foretell(rows: Sequence[Row], fitted: Fitted) -> list[Outcome]:
             by_memory = not _memory_sufficed(machine, row, ran.get(_alike(row), ()))
         seconds = machine.time(row.candidate, choice)
         first = memory.stages[0].allocated / GIB
-        outcomes.append(Outcome(row, refusal, memory.spare >= 0, by_memory, seconds.tokens_per_s_and_rank, first))
+        outcomes.append(
+            Outcome(row, refusal, machine.fits(row.candidate), by_memory, seconds.tokens_per_s_and_rank, first)
+        )
     return outcomes
+
+
+def _told(machine: Nanotron, row: Row) -> Choice:
+    def miss(choice: Choice) -> float:
+        return abs(log(machine.time(row.candidate, choice).tokens_per_s_and_rank / (row.tps or 1.0)))
+
+    return min(machine.campaigns(row.candidate), key=miss)
 
 
 def _alike(row: Row) -> tuple[str, int, int]:
@@ -312,11 +343,9 @@ NOT_SEARCHED = {"reserve_gib", "repeated"}
 START = replace(
     Fitted(),
     host_layer_s=4e-3,
-    passes=2.0,
+    passes=2.5,
     ring_step_s=0.05e-3,
     slow_step_s=0.2e-3,
-    node_step_s=0.05e-3,
-    message_s=0.5,
     ahead=30.0,
     bucket_s=0.5e-3,
     far_s=0.5,
@@ -345,14 +374,14 @@ def fit(rows: Sequence[Row], start: Fitted, rounds: int) -> Fitted:
 
 
 def _machine(row: Row, fitted: Fitted) -> Nanotron:
-    return Nanotron(read_llama(row.size), read_cluster(), fitted)
+    return Nanotron(read_llama(row.model), read_cluster(), fitted)
 
 
 def _loss(ran: Sequence[Row], choices: Sequence[Choice], fitted: Fitted) -> float:
     machines = {size: Nanotron(read_llama(size), read_cluster(), fitted) for size in SIZES}
     memory, time = [], []
     for row, choice in zip(ran, choices, strict=True):
-        machine = machines[row.size]
+        machine = machines[row.model]
         mem = machine.first_stage(row.candidate, choice).allocated / GIB
         tps = machine.time(row.candidate, choice).tokens_per_s_and_rank
         memory.append(abs(log(mem / (row.mem or mem))))
@@ -390,6 +419,33 @@ def render_table(outcomes: Sequence[Outcome]) -> str:
         f"runs that ran, though they are foretold to fail: {lost}",
     ]
     return "\n".join(lines)
+
+
+def render_noise(outcomes: Sequence[Outcome]) -> str:
+    """Agreement of runs that differ in nothing but ZeRO: their throughputs, and the order of two layouts of a group by the runs
+    of one stage as a forecast of the other's, with the forecasts' own order of the same pairs."""
+    found: dict[tuple[tuple[str, int], Candidate], dict[int, Outcome]] = {}
+    for each in outcomes:
+        if each.ran:
+            layout = replace(each.row.candidate, zero=0, shard=1)
+            found.setdefault((each.row.group, layout), {})[each.row.candidate.zero] = each
+    twins = [(group, (runs[0], runs[1])) for (group, _), runs in found.items() if len(runs) == 2]
+    apart = [abs(log((one.row.tps or 1.0) / (other.row.tps or 1.0))) for _, (one, other) in twins]
+    pairs = [(left, right) for (group, left), (other, right) in combinations(twins, 2) if group == other]
+    if not pairs:
+        return "no two layouts of a group ran with ZeRO 0 and 1"
+    by_twin = [
+        sign
+        for pair in pairs
+        for sign in _compare_pairs([replace(one, tps=other.row.tps or 0.0) for one, other in pair])
+    ]
+    own = [sign for pair in pairs for stage in zip(*pair, strict=True) for sign in _compare_pairs(stage)]
+    median, tail = (exp(_quantile(apart, share) or 0.0) for share in (0.5, 0.9))
+    return (
+        f"{len(twins)} pairs of runs differ in nothing but ZeRO: throughputs apart by {median:.2f} in the median, {tail:.2f} at "
+        f"the 90th percentile\ntau of {len(pairs)} pairs of their layouts: {statistics.fmean(by_twin):.3f} of one stage's order "
+        f"with the other's, {statistics.fmean(own):.3f} of forecasts"
+    )
 
 
 def render_numbers(outcomes: Sequence[Outcome]) -> str:
@@ -430,6 +486,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, required=True, metavar="FILE")
     parser.add_argument("--json", action="store_true", help="one object of eight numbers")
     parser.add_argument("--worst", type=int, default=0, metavar="N", help="also list the N worst forecasts")
+    parser.add_argument("--told", action="store_true", help="as if the campaign of each run were known")
     parser.add_argument("--fit", action="store_true", help="fit the parameters anew to one half: minutes")
     parser.add_argument("--rounds", type=int, default=8, help="of the search of --fit")
     options = parser.parse_args(arguments)
@@ -441,11 +498,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.fit:
         report_fit(rows, options.rounds, lambda text: print(text, flush=True))
         return 0
-    outcomes = foretell(rows, Fitted())
+    outcomes = foretell(rows, Fitted(), options.told)
     if options.json:
         print(json.dumps(summarize(outcomes)))
         return 0
     print(render_table(outcomes))
+    print(render_noise(outcomes))
     print(f"\nfitted parameters ({len(UNITS)}):")
     print(render_parameters(Fitted()))
     if options.worst:

@@ -8,7 +8,8 @@ fitted:
     stages        layers cost 4 h^2 + 3 h f, the head V h, all else nothing; a block goes to the next stage once the cost before
                   it has passed that stage's share. So the last of many stages may have no parameter, or no block at all
     schedule      1F1B: stage s holds min(pp - s, ga) microbatches
-    tp            with sequence parallelism: a layer has 4 collectives in forward and 6 in backward, of T h elements
+    tp            with sequence parallelism: a layer has 4 collectives in forward and 6 in backward, of T h elements; some run
+                  beside matmuls (`exposed_seconds`)
     logits        of all tokens at once, in fp32 twice: before and behind the softmax; a third time where the host is ahead of the
                   device, which has the last microbatch's still to free
     dp            one all-reduce of fp32 gradients behind the last backward, with ZeRO 1 an all-gather of bf16 weights behind it
@@ -17,7 +18,7 @@ Symbols: T tokens of a microbatch, h hidden features, f features inside the MLP,
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import ceil, inf
 
@@ -28,23 +29,34 @@ from framework.plan.shape import ModelShape
 from framework.plan.time import TimeForecast
 
 GIB = 2**30
-# Bytes that a layer keeps of a token for backward. For each hidden feature: both norms' inputs and outputs 8, queries, keys and
-# values as one tensor 6, rotated queries 2, rotated keys and values 4, attention's output and its copy 4. For each feature inside
-# the MLP: gate and up 4, the activated gate 2, their product 2.
-KEPT_HIDDEN = 24.0
+# Bytes that a layer keeps of a token for backward. For each hidden feature: both norms' inputs and outputs 8, queries 2, rotated
+# queries 2, attention's output and its copy 4. For each of keys: keys and values 4, rotated keys and values 4. For each feature
+# inside the MLP: gate and up 4, the activated gate 2, their product 2.
+KEPT_HIDDEN = 16.0
+KEPT_KEYS = 8.0
 KEPT_INNER = 8.0
 # Unsharded hidden states: the two buffers into which tp gathers, and what a reduce-scatter takes.
 GATHERED = 3.0
 BUCKET_BYTES = 25e6
 # GiB, the forecast's own error: a run that misses the limit by less may have been made.
 MARGIN = 2
-# With a pipeline: share of the time of slow rings from which on a layer's kernels keep the device behind the host.
+# Parameters above which a model is the largest; tokens of a step of all but a few runs.
+LARGEST = 50e9
+STEP_TOKENS = 2**20
+# Nodes of the largest runs.
+FAR_NODES = 64
+# With a pipeline: share of the host's time for a layer, slow rings included, from which on its kernels keep the device behind.
 AHEAD_SHARE = 0.8
 # cuBLAS on Hopper: 32 MiB for each pair of handle and stream; forward and backward, beside and inside of collectives.
 MATMUL_WORKSPACE = 4 * 32 * 2**20
 # Of a layer and microbatch: all-gathers and reduce-scatters of tp; and bytes that elementwise kernels read and write of a token,
 # for each hidden feature, each feature inside the MLP, and each logit.
 LAYER_COLLECTIVES = 10
+# Bytes at which the cluster's file has its bus bandwidths; NCCL's latencies of these runs were part of what was measured.
+MEASURED_BYTES = 256e6
+# Seconds of the first campaign's messages of a microbatch between two stages: hidden states, mask and gradient, each announced by
+# two messages, whose ends a loop awaits that sleeps for 0.1 s (nanotron 67c5ebb6, parallel/pipeline_parallel/p2p.py).
+POLLED_S = 3 * 2 * 0.1
 HIDDEN_PASSES = 120.0
 INNER_PASSES = 30.0
 LOGIT_PASSES = 52.0
@@ -54,16 +66,14 @@ LOGIT_PASSES = 52.0
 class Fitted:
     """Constants that are fitted to published runs. UNITS says what each one is."""
 
-    host_layer_s: float = 5.1e-3
-    passes: float = 2.75
-    ring_step_s: float = 0.041e-3
-    slow_step_s: float = 0.24e-3
-    node_step_s: float = 0.035e-3
-    message_s: float = 0.46
+    host_layer_s: float = 4.56e-3
+    passes: float = 3.22
+    ring_step_s: float = 0.0481e-3
+    slow_step_s: float = 0.264e-3
     ahead: float = 43.0
     reserve_gib: float = 11.0
-    bucket_s: float = 0.43e-3
-    far_s: float = 0.45
+    bucket_s: float = 0.368e-3
+    far_s: float = 0.352
     repeated: float = 5e9
 
 
@@ -76,15 +86,13 @@ UNITS: Mapping[str, tuple[str, str]] = {
         "s",
         "of one step of a ring inside of a node, in collectives of tp beside a pipeline or of the first campaign",
     ),
-    "node_step_s": ("s", "of such a step, more for each further node that the ring passes"),
-    "message_s": ("s", "per microbatch and neighbour in the pipeline, of the first campaign's messages between stages"),
     "ahead": (
         "tensors",
         "of unsharded hidden states, more where the host is ahead of the device: outputs of queued collectives",
     ),
     "reserve_gib": ("GiB", "of what the driver leaves that tensors never get: NCCL's buffers, fragments"),
     "bucket_s": ("s", "of each of DDP's buckets of 25 MB and each node, where rings are slow"),
-    "far_s": ("s", "of a step on more than 32 nodes, more than all else"),
+    "far_s": ("s", "of a step on 64 nodes, more than all else; of fewer as the square of their number"),
     "repeated": ("", "parameters up to which the second campaign repeated all runs of pipelines on 32 nodes"),
 }
 assert set(UNITS) == {field.name for field in fields(Fitted)}
@@ -109,9 +117,10 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Llama:
-    """A Llama without grouped heads, as numbers."""
+    """A Llama as numbers. keys: features of all heads' keys, as many as of values."""
 
     hidden: int
+    keys: int
     inner: int
     layers: int
     heads: int
@@ -126,6 +135,7 @@ class Llama:
         text = shape.text
         return cls(
             text.hidden_size,
+            text.hidden_size * text.num_key_value_heads // text.num_attention_heads,
             text.intermediate_size,
             shape.num_layers,
             text.num_attention_heads,
@@ -137,14 +147,14 @@ class Llama:
 
     @property
     def layer_numel(self) -> int:
-        """Parameters of a layer."""
-        return 4 * self.hidden**2 + 3 * self.hidden * self.inner + 2 * self.hidden
+        """Parameters of a layer's linears."""
+        return self.hidden * (2 * self.hidden + 2 * self.keys + 3 * self.inner)
 
     def numel(self, blocks: Blocks, pp: int) -> int:
         """Parameters of a stage, before tp. Tied ends are one tensor where they are on one rank."""
         ends = blocks.has("embedding") + blocks.has("head")
         ends = min(ends, 1) if self.is_tied and pp == 1 else ends
-        return blocks.layers * self.layer_numel + ends * self.vocabulary * self.hidden
+        return blocks.layers * (self.layer_numel + 2 * self.hidden) + ends * self.vocabulary * self.hidden
 
     def attention_flops(self, tokens: int, context: int) -> float:
         """FLOPs of attention's forward of one layer: each token meets half of its sequence."""
@@ -154,8 +164,7 @@ class Llama:
 @lru_cache(maxsize=1024)
 def split_blocks(llama: Llama, pp: int, is_first: bool = False) -> tuple[Blocks, ...]:
     """The stages of a pipeline. Those behind the last block are empty."""
-    layer = 4 * llama.hidden**2 + 3 * llama.hidden * llama.inner
-    costs = [("embedding", 0), *(("layer", layer) for _ in range(llama.layers)), ("norm", 0)]
+    costs = [("embedding", 0), *(("layer", llama.layer_numel) for _ in range(llama.layers)), ("norm", 0)]
     costs += [("head", llama.vocabulary * llama.hidden), ("cast", 0), ("loss", 0)]
     total, passed, stage = sum(cost for _, cost in costs), 0, 0
     found: list[list[str]] = [[] for _ in range(pp)]
@@ -206,11 +215,24 @@ class Nanotron:
     fitted: Fitted = Fitted()
 
     def choose(self, candidate: Candidate) -> Choice:
-        """Choose what made a layout's row, as far as the layout tells: the second campaign where it came as far, and fitted."""
-        second, first = Choice(False, self._forwards_ahead(candidate)), Choice(True, 0)
-        if self._is_first_only(candidate) or self.memory(candidate, second).spare < -MARGIN * GIB:
-            return first
-        return second
+        """Choose what made a layout's row, as far as the layout tells: the campaign that had it, or the first where memory was
+        short. Short of memory for queued outputs alone, a pipeline of the second came through: an allocator that runs out waits
+        for their streams and takes them back. Without a pipeline, where nothing was repeated, the host then waits all along."""
+        made = self._campaign(candidate)
+        needed = made if candidate.pp == 1 else replace(made, forwards=0)
+        return made if self.memory(candidate, needed).spare >= -MARGIN * GIB else Choice(True, 0)
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether memory suffices on every rank, queued outputs included."""
+        return self.memory(candidate, self._campaign(candidate)).spare >= 0
+
+    def campaigns(self, candidate: Candidate) -> tuple[Choice, Choice]:
+        """The first and the second campaign's run of a layout."""
+        return Choice(True, 0), Choice(False, self._forwards_ahead(candidate))
+
+    def _campaign(self, candidate: Candidate) -> Choice:
+        first, second = self.campaigns(candidate)
+        return first if self._is_first_only(candidate) else second
 
     def _forwards_ahead(self, candidate: Candidate) -> float:
         """In a pipeline the host waits for messages: it is ahead by the first stage's forwards before its first backward, but for
@@ -222,25 +244,32 @@ class Nanotron:
         return candidate.pp - 2
 
     def _is_first_only(self, candidate: Candidate) -> bool:
-        """Whether the second campaign left it out: on 64 nodes all but tp over four nodes; of pipelines tp over four nodes with
-        more than two stages, with DDP what is on up to 16 nodes, and on 32 nodes large models but for single sequences."""
-        is_wide = candidate.tp > 2 * candidate.ranks_per_node
-        if candidate.nodes > 32 and not is_wide:
-            return True
-        if candidate.pp == 1:
+        """Whether the second campaign left a layout out, as read off the fitting half: tp over four nodes with a pipeline; all
+        else on 64 nodes but pipelines of few microbatches; without a pipeline steps of another size; on 16 nodes with DDP deep
+        pipelines; on 32 nodes large models but for single sequences, and ZeRO 1 with more replicas than ranks in one. Of
+        the largest model no pipeline on up to 32 nodes."""
+        stages, tp = candidate.pp, candidate.tp
+        has_few = candidate.accumulation < stages
+        if tp > 2 * candidate.ranks_per_node:
+            return stages > 1
+        if candidate.nodes > 32:
+            return not has_few
+        if stages == 1:
+            return candidate.tokens_per_step != STEP_TOKENS
+        if self.llama.parameters > LARGEST:
             return False
-        if is_wide:
-            return candidate.pp > 2
-        if candidate.nodes > 16:
-            is_large = self.llama.parameters > self.fitted.repeated and candidate.sequences > 1
-            return is_large or (candidate.zero == 1 and candidate.dp > candidate.tp * candidate.pp)
-        return (
-            candidate.zero == 0 and candidate.dp > 1 and candidate.pp > 2 and candidate.tp > 1 and candidate.nodes > 1
-        )
+        if candidate.zero == 0 and 1 < candidate.dp < 32:
+            return candidate.nodes > 1
+        if candidate.nodes <= 16:
+            return False
+        is_large = self.llama.parameters > self.fitted.repeated and candidate.sequences > 1
+        is_spread = candidate.zero == 1 and candidate.dp > tp * stages and not has_few
+        return is_large or is_spread
 
     def _is_device_bound(self, candidate: Candidate) -> bool:
         """Whether the host gets ahead where each collective of tp keeps it waiting."""
-        return self.device_seconds(candidate) > AHEAD_SHARE * self.ring_seconds(candidate, Choice(True, 0))
+        host = self.fitted.host_layer_s + self.ring_seconds(candidate, Choice(True, 0))
+        return self.device_seconds(candidate) > AHEAD_SHARE * host
 
     # --- memory
 
@@ -266,7 +295,8 @@ class Nanotron:
         queued = min(fitted.ahead, 2 * blocks.layers * choice.forwards) if blocks.layers else 0.0
         buffers = GATHERED + queued if tp > 1 else 0.0
         tokens, flying = candidate.tokens, min(candidate.pp - place, candidate.accumulation)
-        kept = blocks.layers * tokens * (KEPT_HIDDEN * llama.hidden + KEPT_INNER * llama.inner) / tp
+        token_bytes = KEPT_HIDDEN * llama.hidden + KEPT_KEYS * llama.keys + KEPT_INNER * llama.inner
+        kept = blocks.layers * tokens * token_bytes / tp
         held = {
             "parameters": 2 * numel,
             "gradients": 6 * numel,
@@ -303,7 +333,7 @@ class Nanotron:
         ]
         neighbours = min(candidate.pp - 1, 2)
         # An activation and a gradient.
-        message = neighbours * (self.fitted.message_s if choice.is_first else 2 * self._send_seconds(candidate))
+        message = neighbours * (POLLED_S if choice.is_first else 2 * self._send_seconds(candidate))
         slowest, further = max(seconds), candidate.accumulation - 1
         owners = candidate.dp if candidate.zero else 1
         parts = {
@@ -311,7 +341,7 @@ class Nanotron:
             "bubble": sum(seconds) - slowest,
             "pp": further * message + (candidate.pp - 1) * message / max(neighbours, 1),
             "dp": self._dp_seconds(candidate, choice, max(numels)),
-            "far": self.fitted.far_s * (candidate.nodes > 32),
+            "far": self.fitted.far_s * (candidate.nodes / FAR_NODES) ** 2,
             "optimizer": self.cluster.memory_seconds(max(numels) * (40 / owners + 12)),
         }
         step_s = sum(parts.values())
@@ -323,8 +353,7 @@ class Nanotron:
         """Seconds of a layer's kernels for one microbatch, forward and backward."""
         llama, cluster, tp = self.llama, self.cluster, candidate.tp
         tokens, hidden, inner = candidate.tokens, llama.hidden, llama.inner
-        shapes = ((hidden, 3 * hidden // tp), (hidden // tp, hidden), (hidden, 2 * inner // tp), (inner // tp, hidden))
-        matmuls = 3 * sum(cluster.matmul_seconds(tokens, rows, columns) for rows, columns in shapes)
+        matmuls = 3 * sum(self._matmul_seconds(candidate))
         flops = llama.attention_flops(tokens, candidate.context) / tp
         attention = cluster.attention_seconds(flops) + cluster.attention_seconds(2.5 * flops, backward=True)
         # Norms, residual sums, rotation, copies of queries, keys and values; the gated activation and its backward.
@@ -337,7 +366,7 @@ class Nanotron:
         tp, fitted = candidate.tp, self.fitted
         nodes = ceil(tp / candidate.ranks_per_node)
         if self._has_slow_rings(candidate, choice):
-            step_s = fitted.slow_step_s + (nodes - 1) * fitted.node_step_s
+            step_s = fitted.slow_step_s
         else:
             step_s = fitted.ring_step_s if nodes > 1 else 0.0
         return LAYER_COLLECTIVES * (tp - 1) * step_s
@@ -347,15 +376,49 @@ class Nanotron:
         return (candidate.pp > 1 and candidate.nodes > 1) or choice.is_first
 
     def _layer_seconds(self, candidate: Candidate, choice: Choice) -> float:
-        nodes = ceil(candidate.tp / candidate.ranks_per_node)
-        carried = 2.0 * candidate.tokens * self.llama.hidden * (candidate.tp - 1) / candidate.tp
-        passed = sum(carried / self._rate(kind, nodes) for kind in ("all_gather", "reduce_scatter"))
-        device = self.device_seconds(candidate) + passed * LAYER_COLLECTIVES / 2
         rings = self.ring_seconds(candidate, choice)
         if self._has_slow_rings(candidate, choice):
             # The host waits for each of them, and for nothing else: matmuls run meanwhile.
+            device = self.device_seconds(candidate) + self.exposed_seconds(candidate, 0.0)
             return max(device, self.fitted.host_layer_s + rings)
-        return max(device + rings, self.fitted.host_layer_s)
+        device = self.device_seconds(candidate) + self.exposed_seconds(candidate, rings / LAYER_COLLECTIVES)
+        return max(device, self.fitted.host_layer_s)
+
+    def _matmul_seconds(self, candidate: Candidate) -> tuple[float, float, float, float]:
+        """Forward matmuls of a layer: queries, keys and values; attention's output; gate and up; down."""
+        hidden, inner, tp = self.llama.hidden, self.llama.inner, candidate.tp
+        columns = hidden + 2 * self.llama.keys
+        shapes = ((hidden, columns // tp), (hidden // tp, hidden), (hidden, 2 * inner // tp), (inner // tp, hidden))
+        first, second, third, fourth = (self.cluster.matmul_seconds(candidate.tokens, *each) for each in shapes)
+        return first, second, third, fourth
+
+    def exposed_seconds(self, candidate: Candidate, latency_s: float) -> float:
+        """Seconds of a layer's collectives beyond the matmuls that run beside them (`tp_linear_async_communication`). A column
+        linear gathers beside its own shard's matmul, gathers again beside the input gradient, and reduces beside the weight
+        gradient. A row linear reduces beside nothing, and gathers beside its own shard's input gradient."""
+        tp, nodes = candidate.tp, ceil(candidate.tp / candidate.ranks_per_node)
+        if tp == 1:
+            return 0.0
+        carried = 2.0 * candidate.tokens * self.llama.hidden * (tp - 1) / tp
+        gather, reduce = (
+            latency_s + carried * self._byte_seconds(kind, nodes, latency_s)
+            for kind in ("all_gather", "reduce_scatter")
+        )
+        exposed = 0.0
+        for place, matmul in enumerate(self._matmul_seconds(candidate)):
+            own = max(0.0, gather - matmul / tp)
+            is_row = place % 2 == 1
+            exposed += own + (reduce if is_row else max(0.0, gather - matmul) + max(0.0, reduce - matmul))
+        return exposed
+
+    def _byte_seconds(self, kind: str, nodes: int, latency_s: float) -> float:
+        """Seconds of a byte that a rank's link carries: as measured, less the latencies that were measured along with it."""
+        if nodes == 1 or not latency_s:
+            return 1 / self._rate(kind, nodes)
+        link, ranks = self.cluster.links[kind], nodes * self.cluster.ranks_per_node  # type: ignore[index]
+        measured = MEASURED_BYTES * (ranks - 1) / ranks
+        seconds = link.latency_s(kind, ranks, nodes) + measured / self._rate(kind, nodes)
+        return (seconds - latency_s) / measured
 
     def _head_seconds(self, candidate: Candidate) -> float:
         llama, tp = self.llama, candidate.tp

@@ -18,6 +18,7 @@ from scripts.bench.foresight import (
     read_cluster,
     read_llama,
     read_rows,
+    render_noise,
     summarize,
 )
 from scripts.bench.nanotron import GIB, UNITS, Choice, Fitted, Nanotron, find_refusal, split_blocks
@@ -227,14 +228,77 @@ def test_parts_of_a_step_answer_to_their_parameter():
     slow, fast = Choice(True, 0), Choice(False, inf)
     machine = _machine()
     assert machine.time(candidate, slow).parts["pp"] > 50 * machine.time(candidate, fast).parts["pp"]
-    assert _machine(message_s=2 * Fitted().message_s).time(candidate, slow).parts["pp"] == pytest.approx(
-        2 * machine.time(candidate, slow).parts["pp"]
-    )
+    # Two neighbours of a stage, 31 further microbatches, then three stages once: three tensors of two announcements of 0.1 s.
+    assert machine.time(candidate, slow).parts["pp"] == pytest.approx((2 * 31 + 3) * 3 * 2 * 0.1)
     few, many = (machine.time(replace(candidate, accumulation=count), fast).step_s for count in (8, 64))
     assert many > 5 * few
     forecast = machine.time(candidate, fast)
     assert forecast.step_s == pytest.approx(sum(forecast.parts.values()))
     assert 0 < forecast.mfu < 1
+
+
+def test_collectives_beside_matmuls_cost_what_is_longer():
+    alone, machine = Candidate(sequences=4), _machine("8B")
+    assert machine.exposed_seconds(alone, 0.0) == 0
+    candidate = replace(alone, tp=8)
+    nothing_beside = 10 * 2 * candidate.tokens * 4096 * 7 / 8 / machine.cluster.links["all_gather"].at(1).rate
+    assert 0.6 * nothing_beside < machine.exposed_seconds(candidate, 0.0) < 0.95 * nothing_beside
+    # A latency counts in full wherever messages outlast what runs beside them, and is no part of a byte's seconds twice.
+    wide = replace(alone, tp=16)
+    more = machine.exposed_seconds(wide, 1e-3) - machine.exposed_seconds(wide, 0.0)
+    assert 0 < more < 10 * 1e-3
+
+
+def test_pipelines_of_the_largest_model_with_zero_0_have_grouped_heads(tmp_path):
+    lines = ("80B,16,4,8,4,1,64,256,0,10.4,226.0,63.0", "80B,16,8,16,1,2,16,256,1,23.0,445.0,58.7")
+    rows = read_rows(_write(tmp_path, lines))
+    assert [row.model for row in rows] == ["70B", "80B"]
+    assert {row.group for row in rows} == {("80B", 16)}
+    whole, grouped = read_llama("80B"), read_llama("70B")
+    assert whole.parameters - grouped.parameters == 80 * 2 * 8192 * (8192 - 1024)
+    # The column mfu over tps says the same: FLOPs of a token of the two models.
+    assert grouped.flops_per_token / whole.flops_per_token == pytest.approx(0.893, abs=0.01)
+
+
+def test_microbatches_are_those_of_the_row_whatever_gbs_says(tmp_path):
+    named, whole = read_rows(
+        _write(tmp_path, ("1B,32,64,4,1,1,64,256,0,4.1,4208.0,9.3", "1B,32,64,4,1,1,4,256,0,4.1,4208.0,9.3"))
+    )
+    assert (named.candidate.accumulation, whole.candidate.accumulation) == (64, 4)
+    assert named.half == whole.half
+    machine = _machine()
+    assert machine.choose(named.candidate).is_first
+    assert not machine.choose(whole.candidate).is_first
+
+
+def test_a_campaign_that_is_told_is_the_nearer_one(tmp_path):
+    lines = [f"1B,2,2,2,4,8,16,256,{zero},1.0,9.0,9.0" for zero in (0, 1)]
+    lines += [f"1B,2,4,2,2,4,16,256,{zero},1.0,9.0,9.0" for zero in (0, 1)]
+    machine, made = _machine(), []
+    for row in read_rows(_write(tmp_path, lines)):
+        # Each layout with ZeRO 0 as the first campaign ran it, with ZeRO 1 as the second.
+        choice = machine.campaigns(row.candidate)[row.candidate.zero]
+        made.append(replace(row, tps=machine.time(row.candidate, choice).tokens_per_s_and_rank))
+    assert summarize(foretell(made, Fitted(), is_told=True))["throughput_p90"] == 0
+    noise = render_noise(foretell(made, Fitted()))
+    assert "2 pairs of runs differ in nothing but ZeRO" in noise
+    assert "tau of 1 pairs of their layouts" in noise
+    assert render_noise(foretell(made[:2], Fitted())) == "no two layouts of a group ran with ZeRO 0 and 1"
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "is_first"),
+    [
+        ("8B", {"dp": 32, "tp": 4, "pp": 4, "accumulation": 8}, True),
+        ("8B", {"dp": 128, "tp": 2, "pp": 2, "sequences": 2, "accumulation": 1}, False),
+        ("3B", {"dp": 4, "tp": 32, "pp": 1, "accumulation": 64}, False),
+        ("3B", {"dp": 2, "tp": 32, "pp": 2, "accumulation": 128}, True),
+        ("8B", {"dp": 4, "tp": 4, "pp": 16, "sequences": 2, "accumulation": 32}, True),
+        ("70B", {"dp": 8, "tp": 8, "pp": 4, "accumulation": 32}, False),
+    ],
+)
+def test_the_campaign_follows_from_the_layout(size, layout, is_first):
+    assert _machine(size).choose(Candidate(zero=1, shard=layout["dp"], **layout)).is_first == is_first
 
 
 def test_a_row_names_its_line(tmp_path):

@@ -198,6 +198,21 @@ def test_each_reason_is_what_the_recipe_is_refused_for(small: Whole) -> None:
         assert why_not_planned(recipe_of(each.candidate, small.recipe)) == each.reason, each.line
 
 
+def test_degrees_without_kernels_of_deepep_are_refused() -> None:
+    """By the reason that the plan gives; no other degree."""
+    experts = ["model.config.num_local_experts=48", "parallel.expert_backend=deepep", "batch.sequences_per_step=48"]
+    nodes = ["launch.kind=slurm", "launch.nodes=6", "launch.ranks=48", "pipeline.schedule=1f1b", "parallel.cp=1"]
+    whole = Whole([*MIXTURE, *experts, *nodes, "model.config.hidden_size=256", "parallel.pp=1"], 48)
+    search = whole.search(1)
+    divisions = list(search.divisions())
+    assert {each.ep for each in divisions if each.expert_tp == 1} == {1, 2, 4, 8, 16, 24, 48}
+    reasons = {each.candidate.ep: each.reason for each in search.rejections if "has no kernels for" in each.reason}
+    assert set(reasons) == {3, 6, 12}
+    planned = why_not_planned(recipe_of(replace(divisions[0], dp=48, tp=1, ep=12, expert_tp=1), whole.recipe))
+    assert "has no kernels for parallel.ep=12 over" in str(planned)
+    assert "has no kernels for parallel.ep=12 over" in reasons[12]
+
+
 def test_what_does_not_fit_says_by_how_much() -> None:
     """Of one layout exactly, of several that share choices no more than the nearest of them lacks: and each that lacks bytes is
     said to."""

@@ -30,6 +30,8 @@ from framework.parallel.experts.route import ExpertRoute
 from framework.parallel.experts.rows import RowExchange, combine, spread
 from framework.parallel.stage_plan import StagePlan
 
+_ASKED, _INSTEAD = "parallel.expert_backend=deepep", "parallel.expert_backend=own"
+
 
 class TokenExchange(RowExchange):
     """Tokens, weights and experts to their ranks; gradients of the first two back."""
@@ -157,22 +159,25 @@ class DeepRoute(ExpertRoute):
 
 def refuse_deep_ep(plan: StagePlan, width: int) -> None:
     """Raises ModelError where DeepEP's kernels cannot run the plan. width: features of hidden states."""
-    ep, itemsize = plan.axes["ep"], plan.compute_dtype.itemsize
-    asked, instead = "parallel.expert_backend=deepep", "or parallel.expert_backend=own"
     if plan.device.type != "cuda":
-        raise ModelError(f"{asked}: its kernels are for GPUs, and launch.device is {plan.device.type}: {instead[3:]}")
+        raise ModelError(f"{_ASKED}: its kernels are for GPUs, and launch.device is {plan.device.type}: {_INSTEAD}")
     if plan.compute_dtype != torch.bfloat16:
-        raise ModelError(f"{asked} sends bf16: precision.compute=bf16; {instead}")
-    whole = ep.size <= RANKS_PER_NODE if ep.nodes == 1 else ep.size == ep.nodes * RANKS_PER_NODE
-    if ep.size not in RANKS or not whole:
+        raise ModelError(f"{_ASKED} sends bf16: precision.compute=bf16; or {_INSTEAD}")
+    refuse_deep_ranks(plan.axes["ep"].size, plan.axes["ep"].nodes, width)
+
+
+def refuse_deep_ranks(size: int, nodes: int, width: int) -> None:
+    """Raises ModelError where DeepEP has no kernels for so many ranks of ep, or for rows of so many features in bf16."""
+    whole = size <= RANKS_PER_NODE if nodes == 1 else size == nodes * RANKS_PER_NODE
+    if size not in RANKS or not whole:
         raise ModelError(
-            f"{asked} has no kernels for parallel.ep={ep.size} over {ep.nodes} nodes: 2, 4 or 8 within one, over more of them all"
-            f" eight ranks of each, in all {', '.join(map(str, RANKS[3:]))}; {instead}"
+            f"{_ASKED} has no kernels for parallel.ep={size} over {nodes} nodes: 2, 4 or 8 within one, over more of them all"
+            f" eight ranks of each, in all {', '.join(map(str, RANKS[3:]))}; or {_INSTEAD}"
         )
-    unit = ROW_BYTES if ep.nodes == 1 else ROW_BYTES_BETWEEN_NODES
-    if width * itemsize % unit or width * itemsize >= MAX_ROW_BYTES:
-        of_nodes = "within a node" if ep.nodes == 1 else "between nodes"
+    unit, row_bytes = ROW_BYTES if nodes == 1 else ROW_BYTES_BETWEEN_NODES, width * torch.bfloat16.itemsize
+    if row_bytes % unit or row_bytes >= MAX_ROW_BYTES:
+        of_nodes = "within a node" if nodes == 1 else "between nodes"
         raise ModelError(
-            f"{asked} sends rows of whole {unit} bytes {of_nodes}, of less than {MAX_ROW_BYTES:,}, and those of hidden size"
-            f" {width} have {width * itemsize:,}: {instead[3:]}"
+            f"{_ASKED} sends rows of whole {unit} bytes {of_nodes}, of less than {MAX_ROW_BYTES:,}, and those of hidden size"
+            f" {width} have {row_bytes:,}: {_INSTEAD}"
         )
