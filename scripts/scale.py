@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 
 from framework.checkpoint import save
-from framework.comm import agreement, algorithms, coded, collectives, connect, meeting, objects, p2p
+from framework.comm import algorithms, codec, collectives, connect, groups, objects, p2p
 from framework.data.prepare import prepare
 from framework.launch import process
 from framework.launch.directory import RunDirectory
@@ -504,7 +504,7 @@ def count_world(world: int, zero: int, folder: Path, files: FileSystem) -> Count
         distributed = Distributed(world, counts, backends.is_lazy)
         failures: list[BaseException] = []
         with ExitStack() as stack:
-            for room in (agreement, coded, collectives, connect, algorithms, meeting, objects, p2p):
+            for room in (algorithms, codec, collectives, connect, groups, objects, p2p):
                 if hasattr(room, "dist"):
                     stack.enter_context(patch.object(room, "dist", distributed))
             for room in (connect, process):

@@ -41,7 +41,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from framework.cli import main as meshwright
 from framework.errors import MeshwrightError, ModelError, RecipeError
-from framework.mesh.box import Box
+from framework.mesh.layout import Box
 from framework.mesh.token_layout import ContextSlices
 from framework.model.experts import count_all_experts, find_unknown_experts
 from framework.model.shrink import shrink

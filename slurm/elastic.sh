@@ -111,7 +111,7 @@ keep_guard() { # one, on a node that is not left out
   guard_node=$(job_nodes | grep -vxF "$SLURMD_NODENAME" | tail -n 1)
   if [ -z "$guard_node" ]; then return; fi    # of a job of one node SLURM takes care
   srun --overlap --nodes=1 --ntasks=1 --nodelist="$guard_node" --job-name=guard --quiet bash -c \
-    "$(declare -f say field start_soon guard_job); run=\$0 job=$job slurm_job=$slurm_job; guard_job $SLURMD_NODENAME ${SLURM_RESTART_COUNT:-0}" "$run" < /dev/null &> /dev/null &
+    "$(declare -f say field brief_job start_soon guard_job); run=\$0 job=$job slurm_job=$slurm_job; guard_job $SLURMD_NODENAME ${SLURM_RESTART_COUNT:-0}" "$run" < /dev/null &> /dev/null &
   guard=$!
 }
 

@@ -140,21 +140,29 @@ stop() { # stop CODE WHY: the last word on this run; what still waits in its cha
   exit "$1"
 }
 
-# SLURM lets a requeued job wait two minutes, for its nodes refuse a job that they have revoked in the same second. It takes
-# the delay back when it is asked to, but only once the job has left its nodes, when nothing of this script is left: a job of
-# one moment asks, for a start some seconds later.
-start_soon() { # start_soon [CHANGE...]: other changes that a job takes only while it waits
-  sbatch --quiet --job-name="soon-$job" --output=/dev/null --nodes=1 --ntasks=1 --time=2 --deadline=now+4minutes \
-    ${soon_after:+--begin="$soon_after"} \
+brief_job() { # brief_job NAME BEGIN COMMANDS: a job of one moment, on any node; sh runs it, not bash
+  sbatch --quiet --job-name="$1-$job" --output=/dev/null --nodes=1 --ntasks=1 --time=2 --deadline=now+4minutes \
+    ${2:+--begin="$2"} \
     ${SLURM_JOB_PARTITION:+--partition="$SLURM_JOB_PARTITION"} ${SLURM_JOB_ACCOUNT:+--account="$SLURM_JOB_ACCOUNT"} \
-    ${SLURM_JOB_QOS:+--qos="$SLURM_JOB_QOS"} --wrap "for try in \$(seq 240); do    # sh runs this, not bash
+    ${SLURM_JOB_QOS:+--qos="$SLURM_JOB_QOS"} --wrap "$3"
+}
+
+# SLURM lets a requeued job wait two minutes, for its nodes refuse a job that they have revoked in the same second. It takes
+# the delay back when it is asked to, but only once the job has left its nodes, when nothing of this script is left: a brief job
+# asks, for a start some seconds later. A node that was frozen may still hold the job's former start. It refuses the new one, SLURM
+# drains the node and holds the job, until somebody releases it: another brief job does.
+start_soon() { # start_soon [CHANGE...]: other changes that a job takes only while it waits
+  brief_job soon "${soon_after:-}" "for try in \$(seq 240); do
       state=\$(squeue --noheader --states=all --job=$slurm_job --format=%T)
       case \$state in
         PENDING) scontrol update JobId=$slurm_job StartTime=now+3 ${*@Q}; exit ;;
         CANCELLED) exit ;;
       esac
       sleep 0.5
-    done"
+    done" || return
+  brief_job free now+1minute "case \$(squeue --noheader --states=PENDING --job=$slurm_job --format=%r) in
+      launch?failed?requeued?held) scontrol release $slurm_job ;;
+    esac" || true
 }
 
 requeue() { # requeue WHY [CHANGE...]: this allocation ends, the job waits for another one

@@ -8,12 +8,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from framework.comm import triton_codec
-from framework.model import triton_fp8, triton_loss
+from framework.model import triton_kernels
 from framework.model.fp8 import E4M3, E5M2
 from framework.optim import triton_bits
 from framework.optim.low_bit import BLOCK, SIGNED, UNSIGNED
 from framework.optim.stochastic_rounding import FACTORS, SHIFTS
-from framework.parallel.zero import triton_rows
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FP8 = {E4M3: "*fp8e4nv", E5M2: "*fp8e5"}
@@ -30,22 +29,26 @@ def compile_for_hopper(kernel: Any, pointers: dict[str, str], constants: dict[st
 def main() -> None:
     """All kernels, each in its forms: one line for each."""
     rows = {"labels": "*i64", "logits": "*bf16"}
-    block, warps = {"BLOCK": triton_loss.BLOCK}, triton_loss.NUM_WARPS
+    block, warps = {"BLOCK": triton_kernels.WORDS_BLOCK}, triton_kernels.NUM_WARPS
     sums = dict.fromkeys(("maxima", "sums", "targets"), "*fp32")
-    compile_for_hopper(triton_loss._read_row, rows | sums, {"VOCABULARY": 128_256, **block}, warps)
+    compile_for_hopper(triton_kernels._read_row, rows | sums, {"VOCABULARY": 128_256, **block}, warps)
     given = dict.fromkeys(("log_sums", "weights", "scales"), "*fp32") | {"out": "*bf16"}
     for has_scales in (True, False):
-        compile_for_hopper(triton_loss._differentiate_block, rows | given, {"HAS_SCALES": has_scales, **block}, warps)
+        compile_for_hopper(
+            triton_kernels._differentiate_block, rows | given, {"HAS_SCALES": has_scales, **block}, warps
+        )
     for by_row in (True, False):
-        sizes = {"BY_ROW": by_row, **triton_fp8.TILE}
-        compile_for_hopper(triton_fp8._find_largest, {"x": "*bf16", "largest": "*i32"}, sizes, triton_fp8.NUM_WARPS)
+        sizes = {"BY_ROW": by_row, **triton_kernels.TILE}
+        compile_for_hopper(
+            triton_kernels._find_largest, {"x": "*bf16", "largest": "*i32"}, sizes, triton_kernels.NUM_WARPS
+        )
         for dtype, of_numbers in FP8.items():
             info = torch.finfo(dtype)
             scales = dict.fromkeys(("largest", "scales"), "*fp32")
             pointers = {"x": "*bf16", "numbers": of_numbers, "turned": of_numbers, **scales}
             least = info.smallest_normal * info.eps
             constants = {"TURNS": not by_row, "END": info.max, "SPACING": info.eps, "LEAST_SPACING": least}
-            compile_for_hopper(triton_fp8._cast_tile, pointers, sizes | constants, triton_fp8.NUM_WARPS)
+            compile_for_hopper(triton_kernels._cast_tile, pointers, sizes | constants, triton_kernels.NUM_WARPS)
     factors = {f"FACTOR_{index}": factor for index, factor in enumerate(FACTORS)}
     shifts = {f"SHIFT_{index}": shift for index, shift in enumerate(SHIFTS)}
     elements = {"ELEMENTS": triton_bits.ELEMENTS}
@@ -63,7 +66,7 @@ def main() -> None:
         compile_for_hopper(triton_codec._decode_sum, {"messages": "*u8", "out": "*bf16"}, codes)
     rows = {"table": "*fp32", "codes": "*u8", "scales": "*fp32", "columns": "*i64", "out": "*bf16"}
     for is_nf4 in (True, False):
-        compile_for_hopper(triton_rows._decode_rows, rows, {"IS_NF4": is_nf4, "ELEMENTS": triton_rows.ELEMENTS})
+        compile_for_hopper(triton_codec._decode_rows, rows, {"IS_NF4": is_nf4, "ELEMENTS": triton_codec.ELEMENTS})
 
 
 if __name__ == "__main__":

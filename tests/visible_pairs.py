@@ -3,8 +3,7 @@
 from torch import Tensor
 
 from framework.mesh.token_layout import Interval
-from framework.parallel.attention.documents import DocumentRun, Documents
-from framework.parallel.attention.visible_rows import Scores, find_runs
+from framework.parallel.attention.visible_rows import DocumentRun, Documents, Scores, find_runs
 
 
 def documents_of(first_rows: Tensor) -> Documents:

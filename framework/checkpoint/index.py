@@ -34,8 +34,7 @@ import xxhash
 from framework.checkpoint.blocks import BlockCache, BlockFile, DamagedCheckpoint
 from framework.checkpoint.storage import sizes_in
 from framework.errors import CheckpointError
-from framework.mesh.box import Box
-from framework.mesh.layout import Layout, Shard
+from framework.mesh.layout import Box, Layout, Shard
 from framework.object_store import Place, read
 
 FORMAT = 2

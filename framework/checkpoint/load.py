@@ -43,7 +43,7 @@ from framework.comm.communicator import Communicator
 from framework.comm.objects import broadcast_object, share_errors
 from framework.errors import EXIT_DONE, EXIT_USER, CheckpointError, StorageError
 from framework.lease import Lease
-from framework.mesh.box import Box
+from framework.mesh.layout import Box
 from framework.object_store import Place
 
 # Small enough that a block is still in the processor's cache when it is copied: 64 MiB cost twice the time.
@@ -310,14 +310,10 @@ MOST_SHOWN = 8
 
 
 def inspect_command(path: Place) -> int:
-    """Print the checkpoint or the token store at `path` and verify every byte of it; for a run directory, its newest checkpoint.
+    """Print the checkpoint at `path` and verify every byte of it; for a run directory, its newest checkpoint.
 
-    Returns 0, or 86 if something is damaged. Raises CheckpointError if there is neither.
+    Returns 0, or 86 if something is damaged. Raises CheckpointError if there is none.
     """
-    if (path / "store.json").exists():
-        from framework.commands.inspect import inspect_store
-
-        return inspect_store(path)
     path = find_checkpoint(path)
     manifest = read_manifest(path)
     print("\n".join(describe(path, manifest)))

@@ -26,14 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from framework.comm.communicator import Communicator
-from framework.comm.waits import ExposedWait, Operation, Waits
+from framework.comm.communicator import Communicator, ExposedWait, Operation, Waits
 
 # torch 2.13 renamed the collectives of a single tensor and warns at the old names; 2.11 has only the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Messages of one collective must not match those of another kind, or of `p2p`, `agreement` and `objects`, that is under way
+# Messages of one collective must not match those of another kind, or of `p2p`, `collectives` and `objects`, that is under way
 # between the same two ranks; nor a first hop those of a later one, which starts in a wait.
 _GATHER_TAG, _SCATTER_TAG, _SPREAD_TAG, _SUMS_TAG = 1, 2, 6, 7
 
@@ -83,16 +82,14 @@ class Pending:
         if self._waits is not None and (follows is None or follows._waits is not None):
             del self._waits.open[self]
             self._operation = self._waits = None
-        if follows is not None:
-            self._take_over(follows)
-        return follows is not None
-
-    def _take_over(self, other: "Pending") -> None:
-        """Go on with what `other` has started, under its name if it has one."""
-        self._works, self._tensors, self._finish = other._works, other._tensors, other._finish
-        if other._waits is not None:
-            self._operation, self._waits = other._operation, other._waits
-            self._waits.open[self] = self._waits.open.pop(other)
+        if follows is None:
+            return False
+        # Go on with what has been started, under its name if it has one.
+        self._works, self._tensors, self._finish = follows._works, follows._tensors, follows._finish
+        if follows._waits is not None:
+            self._operation, self._waits = follows._operation, follows._waits
+            self._waits.open[self] = self._waits.open.pop(follows)
+        return True
 
     @torch.compiler.disable
     def wait(self) -> None:
@@ -253,11 +250,9 @@ class _FirstHop:
         # before anybody waits for a later one: else this rank would wait for a message that a peer sends behind a wait for this.
         # Hops of other axes, too: experts and dense parameters have different axes, and two ranks may share both.
         while self.second is None:
-            self._hops.popleft()._proceed()
-
-    def _proceed(self) -> None:
-        self._first.wait()
-        self.second = self._start()
+            hop = self._hops.popleft()
+            hop._first.wait()
+            hop.second = hop._start()
 
 
 def in_turn(axis: Communicator, first: Pending, start: Callable[[], Pending]) -> Pending:
@@ -272,7 +267,7 @@ def choose(name: str, x: Tensor, axis: Communicator) -> Algorithm:
 
 
 def leaving_bytes(name: str, num_bytes: int, x: Tensor, axis: Communicator, is_coded: bool) -> int:
-    """Bytes of an operation on x that leave the node, of all that it sends. is_coded: it is one of `coded`."""
+    """Bytes of an operation on x that leave the node, of all that it sends. is_coded: it is one of `codec`."""
     # NCCL and two hops know nodes. Of what gloo or this framework do in one hop only a ring does, and there one rank of a node
     # sends all that leaves it.
     if axis.levels is not None or not (is_coded or axis.staged or x.device.type == "cpu"):

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from framework.comm.communicator import Communicator, link_levels
+from framework.comm.communicator import Communicator, DeviceProgress, Waits, link_levels
 from framework.comm.groups import (
     SHARD_AXES,
     Backend,
@@ -30,11 +30,12 @@ from framework.comm.groups import (
     GroupPlan,
     carry_only_messages,
     choose_backends,
+    compare_fingerprints,
+    connect_limit_s,
+    persist,
     plan_groups,
     use_of,
 )
-from framework.comm.meeting import compare_fingerprints, connect_limit_s, persist
-from framework.comm.waits import DeviceProgress, Waits
 from framework.errors import ConnectionFailed, NodeError, RecipeError, TopologyError
 from framework.host import stay_near
 from framework.mesh.topology import Topology
@@ -106,7 +107,7 @@ def connect(
     rendezvous None: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of the environment, as launchers set them;
     else a URL such as `file:///tmp/x` (a file that does not exist yet), with an explicit rank.
     backend None: NCCL for GPUs, gloo for CPUs; gloo on GPUs is slow and works where ranks share one.
-    Collectives that take longer than `timeout_s` fail. check_s: the debug mode of `comm/agreement.py`. fingerprint: what must
+    Collectives that take longer than `timeout_s` fail. check_s: the debug mode of `comm/collectives.py`. fingerprint: what must
     be equal on all ranks, compared before any group is made. Raises TopologyError when the world has not the topology's size,
     ConnectionFailed when a rank does not come within `timeout_s`, RanksDiffer on all ranks when fingerprints differ.
     """
@@ -125,7 +126,10 @@ def connect(
             os.environ |= {name: LOOPBACK for name in INTERFACES if name not in os.environ}
         store = _open_store(rendezvous or "env://", rank, topology.world, timeout)
         if isinstance(store, dist.FileStore):
-            secret = _share_secret(store, rank)
+            # Made by rank 0: every process that may read the file knows it.
+            if rank == 0:
+                store.set("secret", secrets.token_hex(16))
+            secret = store.get("secret")
         if fingerprint is not None:
             compare_fingerprints(dist.PrefixStore("fingerprint", store), fingerprint, rank, topology.world, timeout)
         axes = join_axes(topology, rank, backends, store, timeout, check_s, secret)
@@ -209,13 +213,6 @@ def _open_store(url: str, rank: int, world: int, timeout: timedelta) -> dist.Sto
             f"the store of rank 0, in which {world} ranks meet, cannot be reached, or not all have come to it:"
             f" see the logs of the others ({str(error).splitlines()[0]})"
         ) from error
-
-
-def _share_secret(store: dist.FileStore, rank: int) -> bytes:
-    """A secret that rank 0 makes. Every process that may read the file knows it."""
-    if rank == 0:
-        store.set("secret", secrets.token_hex(16))
-    return store.get("secret")
 
 
 def join_axes(

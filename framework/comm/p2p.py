@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from framework.comm.algorithms import Pending, copy, to_host
-from framework.comm.communicator import Communicator
-from framework.comm.waits import Operation
+from framework.comm.communicator import Communicator, Operation
 
 # Collectives use other tags: messages of one tag match in the order in which they are started.
 _TAG = 0
@@ -118,7 +117,7 @@ def _start_batch(
     return dist.batch_isend_irecv(operations)
 
 
-# Apart from the tags of `algorithms`, `agreement` and `objects`: streams may follow one of their messages at once.
+# Apart from the tags of `algorithms`, `collectives` and `objects`: streams may follow one of their messages at once.
 STREAM_TAG = 5
 # Bytes that staging fills at once: large enough that the time between two segments does not show.
 SEGMENT_BYTES = 16 << 20

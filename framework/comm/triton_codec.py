@@ -1,7 +1,8 @@
-"""`BlockCodec` in Triton: a message is made, and read, in one pass over its numbers. A program has one block.
+"""`BlockCodec` and the rows of frozen weights in Triton: codes are made, and read, in one pass over their numbers.
 
 Bit for bit what torch's operations make: numbers are rounded by fp32's additions, half to even, before they are cast, and
 products are not contracted with sums. Programs are in one dim: in others a launch has 65,535, and there are more rows of experts.
+A program has one block of a message, or ELEMENTS numbers of rows.
 """
 
 from typing import Any
@@ -100,4 +101,47 @@ class TritonCodes:
         strides, options = (*messages.stride()[:3], *out.stride()[:2]), (codec.kind, codec.block)
         _decode_sum[(blocks * a * b,)](
             messages, out, n, blocks, b, len(messages), *strides, *options, enable_fp_fusion=False
+        )
+
+
+# Numbers of a program, and of a launch: places within it are of 32 bits.
+ELEMENTS, LARGEST_LAUNCH = 1024, 2**30
+_WHERE = ["here", "count", "width", "numel"]
+
+
+@triton.jit(do_not_specialize=_WHERE)
+def _decode_rows(
+    table, codes, scales, columns, out, here, count, width, numel, IS_NF4: tl.constexpr, ELEMENTS: tl.constexpr
+):  # fmt: skip
+    element = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
+    is_in = element < numel
+    place = here.to(tl.int64) + element
+    if IS_NF4:
+        pair = tl.load(codes + place // 2, mask=is_in, other=0).to(tl.int32)
+        code = (pair >> (4 * (place % 2).to(tl.int32))) & 0xF
+    else:
+        code = tl.load(codes + place, mask=is_in, other=0).to(tl.int32)
+    row = element // width
+    within = tl.load(columns + element % width, mask=is_in, other=0) - tl.load(columns)
+    scale = tl.load(scales + row.to(tl.int64) * count + within, mask=is_in, other=0.0)
+    number = tl.load(table + code, mask=is_in, other=0.0) * scale
+    if out.dtype.element_ty == tl.bfloat16:
+        # Half to even by integers, as the interpreter has no such cast.
+        words = number.to(tl.int32, bitcast=True)
+        rounded = (words + 0x7FFF + ((words >> 16) & 1)) >> 16
+        tl.store(out + element, rounded.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=is_in)
+    else:
+        tl.store(out + element, number.to(out.dtype.element_ty), mask=is_in)
+
+
+class TritonRows:
+    """`row_codes.TorchRows` of `parallel/zero` in Triton."""
+
+    chunk = LARGEST_LAUNCH
+
+    def decode(self, table: Tensor, codes: Tensor, here: int, scales: Tensor, columns: Tensor, out: Tensor) -> None:
+        numel = out.numel()
+        where = (here, scales.shape[1], out.shape[1], numel)
+        _decode_rows[(triton.cdiv(numel, ELEMENTS),)](
+            table, codes, scales, columns, out, *where, IS_NF4=len(table) == 16, ELEMENTS=ELEMENTS
         )

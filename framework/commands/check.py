@@ -7,7 +7,7 @@ from pathlib import Path
 
 from framework.errors import EXIT_DONE, DataError, StorageError
 from framework.imports import loading_libraries
-from framework.mesh.placement import place
+from framework.mesh.topology import place
 from framework.plan.auto import require_layout
 from framework.recipe.compose import compose
 from framework.recipe.convert import to_yaml

@@ -311,7 +311,7 @@ def _rank_again(question: "Question", options: argparse.Namespace, folder: Path)
 def _describe_splits(folder: Path) -> Iterator[str]:
     """A line for each tried pipeline: its split by the times of its units, and what that would gain."""
     from framework.model.load import load_config
-    from framework.parallel.pipeline.measured import UNITS_FILE
+    from framework.parallel.pipeline.pipeline import UNITS_FILE
     from framework.plan.plan import make_plan
 
     for measured in sorted(folder.glob(f"*/{UNITS_FILE}")):

@@ -150,7 +150,7 @@ def _describe_holder(run: RunDirectory, account: Account | None) -> str:
     if account.code is None:
         return "not running: it was killed, hung, or this machine went down: nothing has noted its end"
     lines = (run.error.read_text(errors="replace").splitlines() if run.error.is_file() else []) or [""]
-    # Of a traceback the line with the error, the first that is not indented.
+    # The line of a traceback with the error, the first that is not indented.
     why = next((each for each in lines if each[:1].strip() and "Traceback (most recent" not in each), "")
     ended = {EXIT_DONE: "done", EXIT_RESUME: "stopped and saved", EXIT_INTERRUPTED: "interrupted"}
     return (

@@ -19,15 +19,13 @@ from framework.data.tokenize import INFO_FILE, hash_file, load_tokenizer
 from framework.errors import RunError
 from framework.launch.directory import RunDirectory
 from framework.launch.identity import verify_identity
-from framework.mesh.box import Box
-from framework.mesh.layout import Layout
-from framework.model.adapter_targets import add_adapters
+from framework.mesh.layout import Box, Layout
 from framework.model.adapters import find_coded, merge_all
 from framework.model.generate import add_end, find_end, find_token_ids, set_token_ids
 from framework.model.hub import CONFIG, find_again, find_base, list_processors, read_generation
 from framework.model.initial import build_buffers, draw_unit, persistent_buffers, set_buffers
 from framework.model.load import build_meta, is_part, load_config
-from framework.model.peft_folder import write_adapter
+from framework.model.peft import add_adapters, write_adapter
 from framework.model.precision import DTYPES
 from framework.model.units import Unit, find_units, set_parameter, tied_names
 from framework.model.weights import read_weights, write_into, write_weights, writing_folder

@@ -21,7 +21,7 @@ from itertools import groupby
 
 from framework.errors import MeshwrightError, RecipeError
 from framework.imports import loading_libraries
-from framework.mesh.placement import BLOCK_AXES, Placement, place
+from framework.mesh.topology import BLOCK_AXES, Placement, place
 from framework.recipe.check import check_recipe
 from framework.recipe.derive import Derived, at_nodes, has_range, node_counts
 from framework.recipe.schema import Recipe

@@ -30,7 +30,7 @@ from framework.launch.resume import (
 )
 from framework.launch.settle import keep_pretrained, settle, settle_steps, settle_tokens
 from framework.lease import Lease
-from framework.mesh.placement import place
+from framework.mesh.topology import place
 from framework.optim.disk_file import refuse_folder
 from framework.recipe.compose import load_recipe, save_recipe
 from framework.recipe.derive import derive

@@ -29,7 +29,7 @@ from framework.launch.directory import HolderState, describe_self
 from framework.launch.jobs import WAITING_OR_RUNNING, find_job, read_history
 from framework.launch.nodes import NODES, find_rank
 from framework.lease import Holder, read_lease
-from framework.mesh.placement import place
+from framework.mesh.topology import place
 from framework.monitor.goodput import Job
 from framework.output import keep_streams
 from framework.recipe.derive import Derived
@@ -142,7 +142,7 @@ def let_threads_sleep() -> None:
 
 
 def take_fingerprint(recipe: Recipe) -> dict[str, str]:
-    """Values that must be equal on all ranks of a run (comm/meeting.py), by name. Torch is imported already."""
+    """Values that must be equal on all ranks of a run (comm/groups.py), by name. Torch is imported already."""
     import torch
 
     found = {

@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 
 from framework.launch.jobs import call
-from framework.mesh.placement import place
+from framework.mesh.topology import place
 from framework.object_store import is_url, open_place
 from framework.recipe.derive import Derived, can_move, derive, has_range, node_counts
 from framework.recipe.environment import names_in, shell_word
@@ -128,7 +128,7 @@ def _find_folder_problems(recipe: Recipe, here: Path) -> Iterator[Problem]:
 
 
 def _srun(launch: Launch, derived: Derived, moves: bool) -> str:
-    """The srun line: every rank is a task, and nodes are filled in order, as `mesh/placement.py` numbers them. A rank that
+    """The srun line: every rank is a task, and nodes are filled in order, as `mesh/topology.py` numbers them. A rank that
     fails ends all.
 
     moves: the script chooses the nodes. SLURM takes a step for running until all of its nodes have said that it is over, which

@@ -1,4 +1,5 @@
-"""Stacked experts, which Hugging Face keeps as tensors [E, ...] with one matrix per expert: their forms and their capacity.
+"""Stacked experts, which Hugging Face keeps as tensors [E, ...] with one matrix per expert: their forms, their capacity, and
+the rows that tokens become on their way to them.
 
     form          call                                                  weights
     routed        (x [T, H], index [T, k], weights [T, k]) -> [T, H]    gate_up_proj or up_proj, down_proj, biases
@@ -19,13 +20,27 @@ Capacity is counted by sequence and not by microbatch or rank, so that every lay
 A dropped pair adds nothing to its token, and the weights of the others stay as the router gave them. By default nothing is
 dropped.
 
+Where nodes divide experts each has E/N. A router that chooses k of them, any as likely as another, leaves a node out with
+probability
+
+    C(E - E/N, k) / C(E, k)
+
+and a token reaches it with the rest, p. A router that is limited to some of several groups of experts chooses those groups first:
+a node has the experts of some whole groups, or a part of one, and is reached by fewer tokens. So T tokens become T p rows for
+each of N nodes, and a rank, one of G on a node, passes on T k / G rows to each of these.
+
+Padded buffers have room for so many rows times a factor, whatever the router chooses. No more can come than T rows for a node,
+than min(k, e) pairs of each row for the e experts of a rank, and than those experts' capacity, where they have one.
+
     B sequences of S tokens, T tokens in all, k experts per token, E experts, H hidden features, I features inside an expert
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
 from inspect import signature
-from math import ceil
+from math import ceil, comb
 from typing import Any, Literal
 
 import torch
@@ -117,18 +132,14 @@ def holds_experts(module: nn.Module) -> bool:
 
 def find_stock_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, StockForm]]:
     """Every module of experts that compute by their own code, with its name and its form, in order."""
-    for name, module in model.named_modules():
-        form = stock_form_of(module)
-        if form is not None:
-            yield name, module, form
+    found = ((name, module, stock_form_of(module)) for name, module in model.named_modules())
+    yield from ((name, module, form) for name, module, form in found if form is not None)
 
 
 def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertsForm]]:
     """Every module of stacked experts of a model, with its name and its form, in order."""
-    for name, module in model.named_modules():
-        form = form_of(module)
-        if form is not None:
-            yield name, module, form
+    found = ((name, module, form_of(module)) for name, module in model.named_modules())
+    yield from ((name, module, form) for name, module, form in found if form is not None)
 
 
 def find_all_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertsForm | StockForm]]:
@@ -208,3 +219,64 @@ class Capacity:
 def capacity_of(model: Model) -> Capacity | None:
     """The capacity that the recipe states; None where nothing is dropped."""
     return None if model.expert_capacity is None else Capacity(model.expert_capacity, model.expert_drop)
+
+
+@dataclass(frozen=True)
+class Router:
+    """A router that chooses `top_k` of `experts`, out of the best `kept` of `groups` of them."""
+
+    experts: int
+    top_k: int
+    groups: int = 1
+    kept: int = 1
+
+    def reach(self, nodes: int) -> Fraction:
+        """Probability that a token has an expert on one of so many nodes."""
+        return _reach(self, nodes)
+
+
+@cache
+def _reach(router: Router, nodes: int) -> Fraction:
+    own, size, choices = router.experts // nodes, router.experts // router.groups, comb(router.groups, router.kept)
+    if router.kept == router.groups or (own % size and size % own):
+        return 1 - _miss(router.experts, own, router.top_k)
+    missed, inside = Fraction(0), max(1, own // size)
+    # Some of the node's groups are chosen; it holds all of their experts, or a part.
+    for chosen in range(min(inside, router.kept) + 1):
+        ways = comb(inside, chosen) * comb(router.groups - inside, router.kept - chosen)
+        missed += Fraction(ways, choices) * _miss(router.kept * size, chosen * min(own, size), router.top_k)
+    return 1 - missed
+
+
+def _miss(experts: int, own: int, top_k: int) -> Fraction:
+    """Probability that none of `own` experts is among the chosen."""
+    return Fraction(comb(experts - own, top_k), comb(experts, top_k))
+
+
+@dataclass(frozen=True)
+class Room:
+    """Rows that a rank's padded buffers hold for each node and for each rank of a node, and as many as an even router sends."""
+
+    outer: int
+    inner: int
+    even: tuple[float, float]
+
+
+def find_room(
+    tokens: int, router: Router, nodes: int, ranks: int, factor: float | None, most: int | None
+) -> Room | None:
+    """The room for so many tokens of a rank; None where nothing bounds their rows before they are counted, or the bound would
+    have more bytes cross nodes than are needed. factor: parallel.expert_padding; most: pairs that the experts of one rank take
+    of a rank's tokens at most, by their capacity."""
+    if factor is None and (most is None or nodes > 1):
+        return None
+    outer, inner = tokens * router.reach(nodes), Fraction(tokens * router.top_k, ranks)
+    # The decimal that the recipe has: no float is 1.1, and 30 rows would have room for 34.
+    stated = Fraction(factor or 0).limit_denominator(10**6)
+    room = min(tokens, ceil(stated * outer)) if stated else tokens
+    limits = [nodes * room * min(router.top_k, router.experts // (nodes * ranks))]
+    if stated:
+        limits.append(ceil(stated * inner))
+    if most is not None:
+        limits.append(nodes * most)
+    return Room(room, min(limits), (float(outer), float(inner)))

@@ -20,9 +20,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from framework.model.adapters import is_adapter
 from framework.model.experts import count_experts, find_all_experts
 from framework.model.load import layer_configs
-from framework.model.mixers import count_state, find_mixers
 from framework.model.shrink import EXPERTS_PER_TOKEN
-from framework.model.units import Unit
+from framework.model.units import Unit, count_state, find_mixers
 
 # Kinds of attention to the tokens nearby, and where configs have how many.
 LOCAL_ATTENTIONS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}

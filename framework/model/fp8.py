@@ -153,7 +153,7 @@ def _align(numbers: Tensor) -> Tensor:
 
 
 def _load_triton() -> Any:
-    from framework.model.triton_fp8 import TritonCast
+    from framework.model.triton_kernels import TritonCast
 
     return TritonCast(ALIGNMENT)
 

@@ -284,7 +284,7 @@ def find_kernel(logits: Tensor) -> TorchLoss:
 
 
 def _load_triton() -> Any:
-    from framework.model.triton_loss import TritonLoss
+    from framework.model.triton_kernels import TritonLoss
 
     return TritonLoss()
 

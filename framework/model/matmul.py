@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from framework.comm.transfer import upload_values
 from framework.model.kept_outputs import KeptOutputs
-from framework.model.opaque_map import Numbered
+from framework.model.opaque import Numbered
 
 # (view [M, N], left [K, M], right [K, N], is_first): view = left^T right if it is the first, else that is added.
 Accumulate = Callable[[Tensor, Tensor, Tensor, bool], None]
@@ -162,10 +162,6 @@ class Matmul(LayerWeight):
             return torch.mm(left.t(), right)
         self.grad_view.add_matmul(left, right)
         return None
-
-    def sum_weight_gradients(self) -> "WeightGradientSum":
-        """`weight_gradient` in parts, for a caller that never has all of dY."""
-        return WeightGradientSum(self)
 
 
 class WeightGradientSum:

@@ -28,7 +28,7 @@ from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError
 from framework.model.experts import ExpertsForm, count_experts, form_of
-from framework.model.opaque_experts import ShownTensors
+from framework.model.opaque import ShownTensors
 from framework.model.routers import RoutedTokens, find_routers
 from framework.model.units import Unit
 from framework.recipe.schema import Model

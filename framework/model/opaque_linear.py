@@ -25,7 +25,7 @@ from framework.model.kept_outputs import ATTENTION, aten
 from framework.model.matmul import Matmul, find_matmul
 from framework.torch_private import ATTENTIONS, schema_of
 
-# The operator of `parallel/attention/opaque_attention.py`.
+# The operator of `parallel/attention/attention.py`.
 ATTEND = "meshwright::attend"
 
 

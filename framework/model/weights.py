@@ -21,19 +21,22 @@ from transformers import PreTrainedModel
 
 from framework.errors import ModelError
 from framework.files import sync, sync_tree
-from framework.mesh.box import Box
-from framework.model.conversions import (
+from framework.mesh.layout import Box
+from framework.model.hub import GENERATION, copy_model
+from framework.model.load import is_part
+from framework.model.safetensors_files import (
     Assembly,
+    FilePosition,
+    LazyFiles,
     assemble,
     dropped_on_save,
+    find_positions,
     find_tower,
     kept_dtype,
     match_keys,
+    plan_files,
     to_checkpoint,
 )
-from framework.model.hub import GENERATION, copy_model
-from framework.model.load import is_part
-from framework.model.safetensors_files import FilePosition, LazyFiles, find_positions, plan_files
 
 # Names shown per kind of difference: an error stays on one screen even when not one of 40,000 experts' keys matches.
 SHOWN = 20

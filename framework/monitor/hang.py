@@ -20,7 +20,7 @@ from framework.monitor.progress import Phase
 from framework.track.report import RANKS_FILE
 
 if TYPE_CHECKING:  # `meshwright status` reads ranks without torch
-    from framework.comm.waits import Operation
+    from framework.comm.communicator import Operation
 
 TRAINING, SAVES = "training", "saves"
 # A report names so many ranks that are behind with all that is known of them.

@@ -26,8 +26,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from framework.comm.board import Board
 from framework.comm.connect import read_secret
+from framework.comm.objects import Board
 from framework.errors import ConnectionFailed, HungError, LeaseLost
 from framework.lease import Lease
 from framework.monitor.hang import (

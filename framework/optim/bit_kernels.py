@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from framework.comm.fused import Fused
-from framework.mesh.box import Box
+from framework.mesh.layout import Box
 from framework.optim import low_bit
 from framework.optim.low_bit import BLOCK, SIGNED, UNSIGNED, CodeRange
 from framework.optim.stochastic_rounding import ROUNDING_BITS, Key, draw_bits, round_to_bf16

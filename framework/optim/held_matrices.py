@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from framework.mesh.layout import Layout
 from framework.optim.matrices import MatrixForm
-from framework.parallel.zero.plan_buffers import BufferPlan
+from framework.parallel.zero.buffer_plan import BufferPlan
 
 
 @dataclass(frozen=True)

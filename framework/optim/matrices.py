@@ -16,9 +16,9 @@ from transformers.pytorch_utils import Conv1D
 from framework.errors import ModelError
 from framework.model.experts import find_experts, find_stock_experts
 from framework.model.units import Unit
-from framework.parallel.tensor.find_regions import RegionPlan, find_regions, holder
-from framework.parallel.tensor.heads import count_heads
-from framework.parallel.tensor.partition import FEATURES, Counts
+from framework.parallel.tensor.find_regions import RegionPlan, find_regions
+from framework.parallel.tensor.partition import FEATURES, Counts, count_heads
+from framework.parallel.tensor.rules import holder
 from framework.recipe.schema import Optim
 
 # Rows from which on a symmetric matrix is worth three matmuls for the blocks that make it, in place of one for all of it.

@@ -31,7 +31,7 @@ from framework.optim.held_matrices import HeldWeight, OwnedValues, cut_slice, jo
 from framework.optim.matrices import SYMMETRIC_ROWS
 from framework.optim.optimizers import FlatOptimizer
 from framework.optim.update_rules import FlatShard, ShardGroup
-from framework.parallel.zero.plan_buffers import BufferPlan, GroupSpan, Slot
+from framework.parallel.zero.buffer_plan import BufferPlan, GroupSpan, Slot
 from framework.recipe.schema import Muon, Optim
 
 # Coefficients of the quintic iteration, those of torch.optim.Muon: the slope at zero is as large as it can be.

@@ -2,7 +2,7 @@
 
     after an update, for each key head g with S_g > t:    W_q, W_k of the head <- (t / S_g)^(1/2) of them
 
-S_g is the largest logit of the step (`parallel/attention/logit_maxima.py`), over all ranks: one all-reduce of a number a head.
+S_g is the largest logit of the step (`parallel/attention/attention.py`), over all ranks: one all-reduce of a number a head.
 Biases are scaled with their weights, and all queries of a group with its key. Each rank scales the elements that it owns.
 `find_qk_rows` says which rows of a model's projections are of which head.
 """
@@ -23,11 +23,10 @@ from framework.errors import ModelError
 from framework.model.units import Unit
 from framework.optim.update_clipping import ParameterPart
 from framework.optim.update_rules import FlatShard
+from framework.parallel.attention.attention import LogitMaxima
 from framework.parallel.attention.hook import QUERY_RULES, find_attentions
-from framework.parallel.attention.logit_maxima import LogitMaxima
 from framework.parallel.tensor.find_regions import find_regions
-from framework.parallel.tensor.heads import count_heads
-from framework.parallel.tensor.partition import Counts
+from framework.parallel.tensor.partition import Counts, count_heads
 from framework.parallel.tensor.rules import HEAD_NORMS, Role
 from framework.recipe.schema import Optim, Recipe
 

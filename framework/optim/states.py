@@ -24,8 +24,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from framework.mesh.box import Box
-from framework.mesh.layout import Run
+from framework.mesh.layout import Box, Run
 from framework.optim.bit_kernels import BITS
 from framework.optim.low_bit import BLOCK, SIGNED, UNSIGNED
 from framework.optim.stochastic_rounding import ROUNDING_BITS, is_needed

@@ -16,7 +16,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from framework.mesh.box import Box
+from framework.mesh.layout import Box
 
 # Random bits that a rounding takes, and the bits of fp32 that bf16 does not have.
 ROUNDING_BITS = 16

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from framework.mesh.box import Box
+from framework.mesh.layout import Box
 from framework.optim.low_bit import BLOCK, CodeRange
 from framework.optim.stochastic_rounding import (
     FACTORS,

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from framework.model.experts import count_all_experts
 from framework.model.kept_outputs import ATTENTION, EXPERTS, KeepsOutputs, KeptOutputs, LayerCall, Policy
 from framework.model.matmul import StackedMatmul
-from framework.model.opaque_experts import find_opaque_experts
+from framework.model.opaque import find_opaque_experts
 from framework.torch_private import version_of
 
 Unshard = Callable[[], AbstractContextManager[None]]

@@ -22,25 +22,22 @@ from transformers import PreTrainedModel
 from framework.comm.algorithms import ExposedCommunication
 from framework.errors import ModelError
 from framework.mesh.layout import Layout
-from framework.model.adapters import find_coded
-from framework.model.chunked_loss import make_loss
+from framework.model.adapters import AdapterSwitch, find_coded
+from framework.model.chunked_loss import LogitMap, make_loss
 from framework.model.experts import find_experts, find_stock_experts
 from framework.model.kept_outputs import EXPERTS, KeepsOutputs
 from framework.model.load import choose_experts, kept_in_fp32
-from framework.model.logit_map import LogitMap
 from framework.model.loss import Loss
-from framework.model.low_rank import AdapterSwitch
 from framework.model.matmul import Matmul
-from framework.model.mixers import find_mixers
 from framework.model.mixtures import ExpertLoad
-from framework.model.opaque_experts import OpaqueExperts, find_opaque_experts, replace_forward
+from framework.model.opaque import OpaqueExperts, find_opaque_experts, replace_forward
 from framework.model.opaque_linear import keep_named
 from framework.model.precision import DTYPES
 from framework.model.routers import find_routers
 from framework.model.stage import find_shared, hollow_out
+from framework.model.units import find_mixers
 from framework.parallel.activation_checkpointing import checkpoint_layers
 from framework.parallel.activation_offload import ActivationOffload, offload_activations
-from framework.parallel.adapters import AdaptMatmuls, place_adapters
 from framework.parallel.attention import (
     find_context_attentions,
     is_operator,
@@ -48,19 +45,17 @@ from framework.parallel.attention import (
     split_context,
     watch_logits,
 )
-from framework.parallel.attention.logit_maxima import LogitMaxima
+from framework.parallel.attention.attention import LogitMaxima
 from framework.parallel.experts.dispatch import report_dropped, write_stacked_gradients
 from framework.parallel.experts.halves import Turns, halve_layer
 from framework.parallel.experts.split import split_experts
-from framework.parallel.fp8_layers import find_fp8_linears, gather_in_fp8, make_matmul
+from framework.parallel.layer_matmuls import AdaptMatmuls, find_fp8_linears, gather_in_fp8, make_matmul, place_adapters
 from framework.parallel.stage_plan import StagePlan
-from framework.parallel.tensor.opaque_borders import number_border
-from framework.parallel.tensor.regions import Region, find_regions_of
-from framework.parallel.tensor.rng import uses_rng_in_training
+from framework.parallel.tensor.borders import number_border
+from framework.parallel.tensor.regions import Region, find_regions_of, uses_rng_in_training
 from framework.parallel.tensor.split import split_over_tp
 from framework.parallel.zero.buffers import MainGradView, UnitBuffer
-from framework.parallel.zero.direct_gradients import write_embedding_gradients, write_gradients_directly
-from framework.parallel.zero.gradients import GradientSync
+from framework.parallel.zero.gradients import GradientSync, write_embedding_gradients, write_gradients_directly
 from framework.parallel.zero.hooks import UnitHooks
 from framework.parallel.zero.parameters import ParameterSync
 from framework.parallel.zero.plan_buffers import shard_over_batch
@@ -162,7 +157,7 @@ def _allow_graphs(count: int) -> None:
     default torch gives up after eight: it warns in the log and runs the others uncompiled."""
     config = compiler_config()
     config.recompile_limit = max(config.recompile_limit, count)
-    # Slots hang on a region's input (`tensor/opaque_borders.py`), also within a graph's checkpoint.
+    # Slots hang on a region's input (`tensor/borders.py`), also within a graph's checkpoint.
     config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from framework.errors import ModelError
 from framework.mesh.token_layout import ContextSlices, TokenLayout
 from framework.mesh.topology import Axis, count_passing
-from framework.model.logit_map import find_logit_map
+from framework.model.chunked_loss import find_logit_map
 from framework.model.loss import is_fused
 from framework.model.stage import StageBounds
 from framework.parallel.pipeline.lower import LiveMoment, live_moments, lower

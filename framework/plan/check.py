@@ -17,12 +17,12 @@ from framework.model.adapters import is_adapter
 from framework.model.hub import find_weights, read_generation
 from framework.model.initial import refuse_uninitialised
 from framework.model.load import load_config, refuse_unaligned_experts
-from framework.model.peft_folder import read_adapter
+from framework.model.peft import read_adapter
 from framework.model.probe import refuse_mixed_dtypes, refuse_unordered_layers
 from framework.model.weights import refuse_other_weights, refuse_unwritable_configs
 from framework.optim.optimizers import state_names
 from framework.output import show_bytes
-from framework.parallel.fp8_layers import require_torchao
+from framework.parallel.layer_matmuls import require_torchao
 from framework.plan.forecast_memory import USABLE, sum_fullest_node
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.files import origin_of

@@ -9,7 +9,7 @@ ep   rows are waited for, there and back over both hops, between nodes and withi
      (halves.py): its turns are laid out one after the other, and what neither half computes under is exposed
 
 The order of axes decides who shares a node: a rank's number is ((pp * DP + dp) * CP + cp) * TP + tp, and nodes take ranks in
-order (mesh/topology.py, mesh/placement.py).
+order (mesh/topology.py, mesh/topology.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -135,12 +135,12 @@ class LayerMessages:
         return Exposure(exchange + late, exchange + late_back + again, hidden)
 
     def _travel(self, tokens: float, experts: MixtureWidths) -> tuple[tuple[float, float], ...]:
-        """Seconds of the rows of so many tokens on their way to experts, back, and of the gradient of what was sent: each of the
-        hop that departs first, and of the other one."""
+        """Seconds of the rows of so many tokens on their way to experts, back, and of the gradients of what came back and of what
+        was sent: each of the hop that departs first, and of the other one."""
         cluster, itemsize, kind = self.rates.cluster, self.rates.itemsize, self._dispatch
         if kind != "hops":
             once = self._travel_at_once(tokens, experts, sends_once=kind == "once")
-            return ((once, 0.0),) * 3
+            return ((once, 0.0),) * 4
         outer, inner = self.groups["ep_outer"], self.groups["ep_inner"]
         narrows = self.settings.parallel.expert_dispatch == "fp8"
         rows = rows_of_token(self.c, self.settings, experts.router, outer.size, inner.size)
@@ -154,7 +154,7 @@ class LayerMessages:
             # On one node the outer hop is nothing.
             return (far, near) if outer.size > 1 else (near, far)
 
-        return tuple(seconds(way) for way in ("there", "back", "gradient"))
+        return tuple(seconds(way) for way in ("there", "back", "gradient_there", "gradient_back"))
 
     def _travel_at_once(self, tokens: float, experts: MixtureWidths, sends_once: bool) -> float:
         """Seconds of one way by other systems: a row for each expert in one all-to-all; or, `sends_once`, a token once to each
@@ -174,14 +174,14 @@ class LayerMessages:
         if c.ep == 1 or layer.experts is None:
             return {}
         tokens = c.tokens / (1 if c.expert_tp == c.tp else c.tp)
-        there, back, gradient = self._travel(tokens, layer.experts)
+        ways = self._travel(tokens, layer.experts)
         again = c.checkpointing != "none"
-        forward, backward = ([*map(sum, zip(*ways, strict=True))] for ways in ((there, back), (back, gradient)))
+        forward, backward = ([*map(sum, zip(*each, strict=True))] for each in (ways[:2], ways[2:]))
         if self.settings.parallel.expert_overlap:
-            late, late_back = self._late_of_halves((there, back, gradient))
+            late, late_back = self._late_of_halves(ways)
         else:
             # Backward has no shared experts left to compute under.
-            late, late_back = [forward[0] - hide(there[0], work.shared)[1], forward[1]], backward
+            late, late_back = [forward[0] - hide(ways[0][0], work.shared)[1], forward[1]], backward
         if profile.hides_ep:
             hidden = hide(late[0], profile.hides_ep * work.forward.total)[1]
             hidden_back = hide(backward[0], profile.hides_ep * work.backward)[1]
@@ -206,17 +206,18 @@ class LayerMessages:
 
     def _late_of_halves(self, ways: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
         """Exposed seconds of both hops in forward and in backward, of a layer whose halves compute by turns. ways: seconds of the
-        hop that departs first and of the other one, of rows there, back and of the gradient of what was sent."""
+        hop that departs first and of the other one, as `_travel` has them."""
         work = self.work
-        (far, near), (far_back, near_back), (far_gradient, near_gradient) = ([each / 2 for each in way] for way in ways)
+        (far, near), (far_back, near_back), *of_gradients = ([each / 2 for each in way] for way in ways)
+        (far_in, near_in), (far_out, near_out) = of_gradients
         # Shared experts and an attention's output projection are in one turn, all else in front of experts in another.
         late, inside = work.row_forward + work.shared * 2 / 3, work.inside
         forward = [work.forward.total - late - inside, late, 0.0, inside * 2 / 3, inside / 3, 0.0, 0.0]
         there = [NO_WAY, (0, far), (1, near), NO_WAY, (1, near_back), (0, far_back)]
-        gradients = [(0, far_back), (1, near_back), NO_WAY, (1, near_gradient), (0, far_gradient), NO_WAY]
+        gradients = [(0, far_in), (1, near_in), NO_WAY, (1, near_out), (0, far_out), NO_WAY]
         if not self._has_two_hops:
             forward = [forward[0] + late, inside, 0.0]
-            there, gradients = [(0, far), (0, far_back)], [(0, far_back), (0, far_gradient)]
+            there, gradients = [(0, far), (0, far_back)], [(0, far_in), (0, far_out)]
         scale = (work.input.total + work.weight.total) / work.forward.total
         turns = [each / 2 for each in forward]
         halves = Halves(len(turns), int(self._has_two_hops))

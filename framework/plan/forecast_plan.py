@@ -13,21 +13,20 @@ from torch import nn
 
 from framework.comm.communicator import Communicator
 from framework.errors import RecipeError
-from framework.mesh.placement import BLOCK_AXES
 from framework.mesh.token_layout import ContextSlices
+from framework.mesh.topology import BLOCK_AXES
 from framework.model.borders import message_dtype, message_width
-from framework.model.expert_rows import Router
+from framework.model.experts import Router
 from framework.model.flops import expert_groups, experts_per_token
 from framework.model.kept_outputs import ATTENTION
-from framework.model.mixers import count_channels, count_map, find_mixers
 from framework.model.mixtures import Mixture
 from framework.model.precision import DTYPES
+from framework.model.units import count_channels, count_map, find_mixers
 from framework.optim.muon import group_matrices
 from framework.output import align, show_bytes, show_hours, show_seconds
 from framework.parallel.parallelize import find_eager_layers
-from framework.parallel.pipeline.actions import ActionKind
 from framework.parallel.pipeline.lower import SENDS
-from framework.parallel.pipeline.simulate import Costs
+from framework.parallel.pipeline.simulate import ActionKind, Costs
 from framework.parallel.zero.plan_buffers import BufferDtypes, BufferPlan
 from framework.plan.candidate import Candidate, method_of
 from framework.plan.check import check_stages, check_weights

@@ -18,15 +18,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.mesh.token_layout import ContextSlices
-from framework.model.expert_rows import Router
-from framework.model.experts import count_experts, find_experts
+from framework.model.experts import Router, count_experts, find_experts
 from framework.model.flops import attention_masks, attention_reach, expert_groups, experts_per_token
 from framework.model.load import layer_configs
-from framework.model.mixers import find_mixers
-from framework.model.units import find_layers
+from framework.model.units import find_layers, find_mixers
 from framework.parallel.attention import find_stock_attention
 from framework.parallel.attention.recurrent import ONE_RANK, Pieces, hook_mixer
-from framework.parallel.tensor.heads import count_kv_heads
+from framework.parallel.tensor.partition import count_kv_heads
 from framework.recipe.schema import Recipe
 
 # Names of model.attention by which layers of that form compute with torch's SDPA.

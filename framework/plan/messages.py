@@ -37,16 +37,13 @@ from transformers import PreTrainedModel
 
 from framework.errors import ModelError
 from framework.mesh.token_layout import ContextSlices, TokenLayout
-from framework.model.expert_rows import Router, find_room
-from framework.model.experts import capacity_of, count_all_experts
+from framework.model.experts import Router, capacity_of, count_all_experts, find_room
 from framework.model.units import Unit
-from framework.parallel.attention.blocks import find_steps
-from framework.parallel.attention.key_values import KeyValues, count_portions, group_heads
+from framework.parallel.attention.blocks import KeyValues, count_portions, find_steps, group_heads
 from framework.parallel.attention.ulysses import share_heads
-from framework.parallel.experts.exchange import ROW_CODEC, packed_bytes
+from framework.parallel.experts.rows import ROW_CODEC, packed_bytes
 from framework.parallel.tensor.find_regions import find_regions
-from framework.parallel.tensor.heads import count_heads
-from framework.parallel.tensor.partition import FEATURES
+from framework.parallel.tensor.partition import FEATURES, count_heads
 from framework.parallel.tensor.split import NO_HEADS
 from framework.plan.candidate import Candidate
 from framework.plan.layer_widths import AttentionShape
@@ -298,15 +295,16 @@ def rows_of_token(c: Candidate, recipe: Recipe, router: Router, nodes: int, rank
 @dataclass(frozen=True)
 class HopBytes:
     """Bytes of a token over one hop, the rank's own part included: in forward to its experts and back; in backward the gradient
-    of what came back, which takes as many bytes, and that of what was sent."""
+    of what came back, and that of what was sent."""
 
     there: Fraction = Fraction(0)
     back: Fraction = Fraction(0)
-    gradient: Fraction = Fraction(0)
+    gradient_there: Fraction = Fraction(0)
+    gradient_back: Fraction = Fraction(0)
 
     def all_of(self, forwards: int) -> Fraction:
         """Sum of so many forwards and a backward."""
-        return forwards * (self.there + self.back) + self.back + self.gradient
+        return forwards * (self.there + self.back) + self.gradient_there + self.gradient_back
 
 
 @dataclass(frozen=True)
@@ -320,13 +318,13 @@ class TokenHops:
     width: int
     itemsize: int
     narrows: bool = False
-    """Whether rows go to experts as fp8 codes (parallel.expert_dispatch)."""
+    """Whether rows go to experts, and gradients to other nodes, as fp8 codes (parallel.expert_dispatch)."""
     rows: tuple[Fraction, Fraction] | None = None
     """`rows_of_token`; None: of an even router."""
 
     @property
     def _row(self) -> int:
-        """Bytes of hidden states on their way to experts."""
+        """Bytes of hidden states on their way to experts, and of their results' gradient between nodes."""
         return ROW_CODEC.message_bytes(self.width) if self.narrows else self.width * self.itemsize
 
     @property
@@ -339,7 +337,10 @@ class TokenHops:
         # Weights travel as they are multiplied, in fp32 or wider.
         weights, ids = self.router.top_k * max(self.itemsize, 4), self.router.top_k * INDEX_BYTES
         return HopBytes(
-            rows * packed_bytes([self._row, weights, ids]), rows * hidden, rows * packed_bytes([hidden, weights])
+            rows * packed_bytes([self._row, weights, ids]),
+            rows * hidden,
+            rows * self._row,
+            rows * packed_bytes([hidden, weights]),
         )
 
     @property
@@ -349,7 +350,7 @@ class TokenHops:
             return HopBytes()
         rows = Fraction(self.router.top_k if self.rows is None else self.rows[1])
         hidden = rows * self.width * self.itemsize
-        return HopBytes(rows * self._row, hidden, hidden)
+        return HopBytes(rows * self._row, hidden, hidden, hidden)
 
     def sent(self, tokens: Fraction, forwards: int, parts: int) -> tuple[int, int]:
         """Bytes that a rank with so many tokens sends over the outer and the inner hop, numbers of rows included."""

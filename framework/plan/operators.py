@@ -23,8 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from framework.model.adapters import is_adapter
 from framework.model.experts import count_all_experts
 from framework.model.flops import flops_per_token, unit_flops
-from framework.model.mixers import find_mixers
-from framework.model.units import Unit
+from framework.model.units import Unit, find_mixers
 from framework.parallel.tensor.rules import FAMILIES, ROLES
 from framework.plan.candidate import Candidate, remember
 from framework.plan.layer_widths import AttentionShape, MixtureWidths, attention_shapes, read_mixture

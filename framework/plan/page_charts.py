@@ -9,8 +9,8 @@ from typing import Any
 
 import altair as alt
 
-from framework.parallel.pipeline.actions import ActionKind
 from framework.parallel.pipeline.draw import COLORS as PICTURE_COLORS
+from framework.parallel.pipeline.simulate import ActionKind
 from framework.plan.forecast_memory import OUTSIDE, SLACK
 
 Row = Mapping[str, Any]

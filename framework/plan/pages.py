@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.files import write_file
-from framework.mesh.placement import Placement
+from framework.mesh.topology import Placement
 from framework.output import GIB, show_bytes, show_hours, show_seconds
 from framework.parallel.pipeline.simulate import Timeline, simulate
 from framework.plan.advice import FittingChange, describe_changes, describe_verdict

@@ -19,8 +19,8 @@ from framework.errors import RecipeError
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import ContextSlices, TokenLayout
 from framework.mesh.topology import Topology
-from framework.model.adapter_targets import add_adapters
 from framework.model.borders import Border
+from framework.model.chunked_loss import LogitMap
 from framework.model.flops import (
     ModelSize,
     flops_per_token,
@@ -29,8 +29,8 @@ from framework.model.flops import (
 )
 from framework.model.kept_outputs import Policy
 from framework.model.load import build_meta
-from framework.model.logit_map import LogitMap
 from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
+from framework.model.peft import add_adapters
 from framework.model.precision import DTYPES
 from framework.model.probe import LayerCalls, find_layer_calls, find_routers_loss
 from framework.model.routers import LoadBalancingLoss, Routers
@@ -49,15 +49,13 @@ from framework.optim.qk_clip import QkRows, find_qk_rows
 from framework.parallel.attention import find_stock_attention, find_whole, refuse_sequence, refuse_undivided_context
 from framework.parallel.experts.split import check_experts
 from framework.parallel.parallelize import refuse_halves
-from framework.parallel.pipeline.measured import read_unit_times
-from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline
+from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline, read_unit_times
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage, read_table
 from framework.parallel.stage_plan import StagePlan
-from framework.parallel.tensor.heads import ranks_per_kv_head
-from framework.parallel.tensor.rng import mask_of, uses_rng_in_training
-from framework.parallel.zero.homes import choose_homes
-from framework.parallel.zero.lifetimes import lifetimes_of
-from framework.parallel.zero.plan_buffers import BufferPlan
+from framework.parallel.tensor.partition import ranks_per_kv_head
+from framework.parallel.tensor.regions import mask_of, uses_rng_in_training
+from framework.parallel.zero.buffer_plan import BufferPlan, lifetimes_of
+from framework.parallel.zero.plan_buffers import choose_homes
 from framework.plan.activations import Activations
 from framework.plan.candidate import Candidate, planned_candidate, remember, resolve_target, topology_of
 from framework.plan.forecast_memory import MemoryModel, StageMemory

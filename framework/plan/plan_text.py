@@ -12,7 +12,7 @@ from typing import Any
 
 from framework.errors import RecipeError
 from framework.mesh.layout import Layout
-from framework.mesh.placement import place
+from framework.mesh.topology import place
 from framework.model.flops import experts_per_token
 from framework.model.units import Unit
 from framework.output import align, show_bytes, show_exactly, show_hours, show_seconds, wrap

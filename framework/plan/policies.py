@@ -22,10 +22,10 @@ from transformers.pytorch_utils import Conv1D
 
 from framework.errors import ModelError, RecipeError
 from framework.mesh.token_layout import ContextSlices
+from framework.model.chunked_loss import LogitMap, find_logit_map
 from framework.model.experts import find_experts
 from framework.model.kept_outputs import ATTENTION, EXPERTS, Policy
 from framework.model.load import build_meta
-from framework.model.logit_map import LogitMap, find_logit_map
 from framework.model.loss import is_fused
 from framework.model.precision import DTYPES
 from framework.model.units import find_layers

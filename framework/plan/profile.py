@@ -31,7 +31,7 @@ EAGER_ROPE = Kernels(9, 9, 10)
 # silu(gate) and its product with up, in passes over the features between the mlp's matmuls.
 EAGER_ACTIVATION = Kernels(5, 5, 2)
 RESIDUAL = Kernels(3, 3, 1)
-# A block's part of attention's outputs, taken in by weights of each query (parallel/attention/merge.py).
+# A block's part of attention's outputs, taken in by weights of each query (parallel/attention/passes.py).
 MERGE = Kernels(3, 3, 4)
 # The biases of a row's expert, taken by its number and added (parallel/experts/dispatch.py).
 EXPERT_BIAS = Kernels(4, 4, 2)

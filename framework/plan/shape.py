@@ -19,13 +19,13 @@ from framework.errors import ModelError
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import ContextSlices, TokenLayout
 from framework.mesh.topology import Topology
-from framework.model.adapter_targets import add_adapters
 from framework.model.adapters import B, find_trained
 from framework.model.borders import message_width
 from framework.model.flops import ModelSize, flops_per_token, measure_model, unit_flops
+from framework.model.initial import SAME, find_scales
 from framework.model.load import build_meta, kept_in_fp32, layer_configs
 from framework.model.mixtures import Mixture, find_constants, find_mixtures, refuse_bias_rate
-from framework.model.mup import SAME, find_scales
+from framework.model.peft import add_adapters
 from framework.model.precision import DTYPES
 from framework.model.probe import LayerCalls, find_layer_calls
 from framework.model.stage import StageBounds, copy_stage, is_of_layers, split_stages
@@ -36,8 +36,8 @@ from framework.parallel.parallelize import find_compute_dtypes, parallelize, who
 from framework.parallel.pipeline.pipeline import count_layers
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage
 from framework.parallel.stage_plan import StagePlan
-from framework.parallel.tensor.heads import ranks_per_kv_head
-from framework.parallel.zero.lifetimes import Lifetimes
+from framework.parallel.tensor.partition import ranks_per_kv_head
+from framework.parallel.zero.buffer_plan import Lifetimes
 from framework.parallel.zero.plan_buffers import FROZEN, BufferPlan, plan_buffers
 from framework.plan.candidate import Candidate, remember, resolve_target
 from framework.plan.layer_widths import (

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from framework.model.stage import StageBounds
-from framework.parallel.pipeline.actions import ActionKind, B, F, I, Schedule, W
 from framework.parallel.pipeline.schedules import make_schedule
-from framework.parallel.pipeline.simulate import Costs, Timeline, simulate
+from framework.parallel.pipeline.simulate import ActionKind, B, Costs, F, I, Schedule, Timeline, W, simulate
 from framework.plan.exposure import Exposure
 from framework.plan.operators import UnitWork, Work
 from framework.plan.sharding import ShardedUnit

@@ -21,10 +21,9 @@ from framework.optim.disk_chunks import DiskShard, DiskState, file_bytes, place_
 from framework.optim.optimizers import state_names
 from framework.optim.states import MomentsDtype, count_state_bytes
 from framework.parallel.pipeline.pipeline import PipelinePlan
-from framework.parallel.tensor.heads import ranks_per_kv_head
-from framework.parallel.zero.homes import choose_homes
-from framework.parallel.zero.lifetimes import Home, lifetimes_of
-from framework.parallel.zero.plan_buffers import BufferPlan, GroupSpan
+from framework.parallel.tensor.partition import ranks_per_kv_head
+from framework.parallel.zero.buffer_plan import BufferPlan, GroupSpan, Home, lifetimes_of
+from framework.parallel.zero.plan_buffers import choose_homes
 from framework.plan.candidate import OFFLOADED, Candidate, remember, topology_of
 from framework.plan.shape import DEGREES, ModelShape, RankUnit, StageUnits
 from framework.recipe.schema import Offload, Recipe

@@ -211,7 +211,7 @@ class Parallel:
         low=1,
     )
     expert_dispatch: Literal["bf16", "fp8"] = key(
-        "how rows travel to experts: bf16: in the compute dtype, fp8: as codes; results and gradients are not narrowed",
+        "how rows travel to experts: bf16: in the compute dtype, fp8: as codes, and between nodes their results' gradients, too",
         "bf16",
     )
     expert_padding: float | None = key(

@@ -17,17 +17,17 @@ from framework.mesh.token_layout import TokenLayout
 from framework.model.hub import find_folder
 from framework.model.initial import build_buffers, draw_adapters, draw_with_ties, set_buffers
 from framework.model.mixtures import ExpertLoad
-from framework.model.peft_folder import read_adapter
+from framework.model.peft import read_adapter
 from framework.model.precision import sums_dtype
 from framework.model.units import Unit, set_parameter
 from framework.optim.disk_ring import DiskStates, DiskTensor
 from framework.optim.qk_clip import QkClip, count_key_heads
-from framework.parallel.attention.logit_maxima import LogitMaxima
+from framework.parallel.attention.attention import LogitMaxima
 from framework.parallel.parallelize import AttachedStage, attach
 from framework.parallel.pipeline.execute import ActivationSpec
+from framework.parallel.zero.buffer_plan import Home
 from framework.parallel.zero.buffers import UnitBuffer, make_buffers
-from framework.parallel.zero.lifetimes import Home
-from framework.parallel.zero.load_parameters import initialize_parameters, load_pretrained
+from framework.parallel.zero.parameters import initialize_parameters, load_pretrained
 from framework.plan.plan import Plan, PlannedStage
 from framework.train.beside_optimizer import LossScale, RouterBiases
 from framework.train.stage import RankStage

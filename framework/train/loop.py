@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from framework.checkpoint.save import Goal, Saver, find_interval_s
-from framework.comm import ledger
-from framework.comm.communicator import Communicator
+from framework.comm.communicator import Communicator, read_traffic, subtract_traffic, sum_traffic
 from framework.comm.objects import broadcast_object
 from framework.comm.transfer import AsyncHostCopy
 from framework.data.loader import Loader
@@ -251,7 +250,7 @@ class Loop:
         """Send a step to the device, then read the one before: in the steady state that wait is the device's step time."""
         state, recipe = self.state, self.recipe
         started = time.perf_counter()
-        before = [ledger.snapshot(self.run.mesh, between_nodes) for between_nodes in (False, True)]
+        before = [read_traffic(self.run.mesh.axes, between_nodes) for between_nodes in (False, True)]
         is_growing = self._loader.is_growing  # a slow tokenizer is no hang
         with self._phases.within(Phase.DATA), self._watchdog.waiting() if is_growing else nullcontext():
             microbatches = self._loader.batch(state.samples)
@@ -281,8 +280,8 @@ class Loop:
         state.step += 1
         state.samples += self._derived.sequences_per_step
         state.tokens += self._derived.tokens_per_step
-        after = [ledger.snapshot(self.run.mesh, between_nodes) for between_nodes in (False, True)]
-        traffic = ledger.totals(*map(ledger.difference, after, before))
+        after = [read_traffic(self.run.mesh.axes, between_nodes) for between_nodes in (False, True)]
+        traffic = sum_traffic(*map(subtract_traffic, after, before))
         self.timed = result.timed
         busy_s, waited_s = time.perf_counter() - loaded, self.run.mesh.waits.seconds - waited_before
         times = StepTimes(

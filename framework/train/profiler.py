@@ -27,8 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from framework.lease import Lease
 from framework.model.units import Unit
-from framework.parallel.pipeline.actions import ActionKind
-from framework.parallel.pipeline.simulate import Timed
+from framework.parallel.pipeline.simulate import ActionKind, Timed
 from framework.recipe.schema import Track
 from framework.torch_private import dump_memory_history, record_memory_history
 from framework.train.step import TrainingRun

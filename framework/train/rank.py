@@ -43,7 +43,7 @@ from framework.launch.identity import settle_identity
 from framework.launch.process import describe_job
 from framework.launch.resume import copy_curves, find_origin
 from framework.lease import Lease
-from framework.mesh.placement import make_grid
+from framework.mesh.topology import make_grid
 from framework.model.hub import find_base, find_folder, fingerprint_base
 from framework.model.load import load_config
 from framework.monitor.goodput import Goodput, open_goodput
@@ -51,9 +51,9 @@ from framework.monitor.hang import SAVES, TRAINING
 from framework.monitor.progress import Phase, Phases, Progress, StepPace, StopRequest, end_process, name_coordinates
 from framework.monitor.watchdog import Watchdog
 from framework.optim.disk_file import refuse_folder
-from framework.parallel.fp8_layers import emulates_fp8
+from framework.parallel.layer_matmuls import emulates_fp8
 from framework.parallel.pipeline.draw import save_timeline
-from framework.parallel.pipeline.measured import UNITS_FILE, encode_unit_times
+from framework.parallel.pipeline.pipeline import UNITS_FILE, encode_unit_times
 from framework.parallel.pipeline.simulate import Timeline
 from framework.plan.advice import explain_out_of_memory
 from framework.plan.check import check_machine

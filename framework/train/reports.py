@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from framework.checkpoint.save import Saver
+from framework.comm.communicator import ExposedWait
 from framework.comm.connect import Mesh
 from framework.comm.objects import gather_numbers
 from framework.comm.transfer import AsyncHostCopy
-from framework.comm.waits import ExposedWait
 from framework.data.prepared import Prepared
 from framework.data.tokenize import decode_start
 from framework.host import is_named, peak_flops

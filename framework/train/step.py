@@ -24,9 +24,9 @@ from framework.parallel.experts.dispatch import find_needed_padding
 from framework.parallel.pipeline.execute import ActivationSpec, StageLinks, execute
 from framework.parallel.pipeline.pipeline import FORWARDS_AT_ONCE, PipelinePlan
 from framework.parallel.pipeline.simulate import Timed
+from framework.parallel.zero.buffer_plan import Slot
 from framework.parallel.zero.buffers import MainGradView, UnitBuffer
 from framework.parallel.zero.gradients import sum_over_stages
-from framework.parallel.zero.plan_buffers import Slot
 from framework.parallel.zero.replicas import BitHash, Hashed, hash_parameters
 from framework.plan.plan import Plan
 from framework.recipe.method_schema import PROBE, LossSettings

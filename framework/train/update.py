@@ -33,8 +33,8 @@ from framework.optim.qk_clip import QkClip
 from framework.optim.states import States
 from framework.optim.update_clipping import ParameterPart, UpdateClipping
 from framework.optim.update_rules import OPTIMIZERS, FlatShard, ShardGroup
+from framework.parallel.zero.buffer_plan import GroupSpan
 from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
-from framework.parallel.zero.plan_buffers import GroupSpan
 from framework.plan.plan import PlannedStage
 from framework.plan.state_bytes import disk_shards, within_owned
 from framework.recipe.schema import Optim, Recipe

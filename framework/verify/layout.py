@@ -18,15 +18,15 @@ from framework.data.loader import split_rows
 from framework.data.pack import Microbatch, cut_context
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import ContextSlices
-from framework.model.adapter_targets import add_adapters
 from framework.model.initial import draw_unit
 from framework.model.load import build_meta
 from framework.model.objective import Pairs
+from framework.model.peft import add_adapters
 from framework.model.units import find_units
 from framework.optim.groups import learning_rate
 from framework.optim.states import LowBitStates
+from framework.parallel.zero.buffer_plan import BufferDtypes
 from framework.parallel.zero.buffers import UnitBuffer
-from framework.parallel.zero.plan_buffers import BufferDtypes
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.derive import derive
 from framework.recipe.plugins import import_plugins

@@ -213,21 +213,31 @@ class PlainReduction:
 
 
 def round_rows_of_experts(model: PreTrainedModel) -> None:
-    """Let experts read their rows as they arrive where these travel as fp8 codes. The gradient is that of the rounded rows."""
+    """Let experts read their rows, and the gradients of what they return, as they arrive where these travel as fp8 codes. The
+    gradient of rows is that of the rounded ones."""
     known = find_experts(model)
     for path, module in model.named_modules():
         # llama4's are given rows alone, already scaled.
         down = getattr(module, "down_proj", None)
         if path in known or (isinstance(down, nn.Parameter) and down.ndim == 3):
             module.register_forward_pre_hook(_round_rows)
+            module.register_forward_hook(_round_gradient)
 
 
 def _round_rows(experts: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    hidden = args[0]
-    rows, width = hidden.shape
+    return args[0] + (_round(args[0]) - args[0]).detach(), *args[1:]
+
+
+def _round_gradient(_experts: nn.Module, _args: tuple[Any, ...], out: Tensor) -> None:
+    if out.requires_grad:
+        out.register_hook(_round)
+
+
+def _round(x: Tensor) -> Tensor:
+    """The numbers of fp8 codes of rows [T, H]."""
+    rows, width = x.shape
     blocks = torch.arange(rows).unsqueeze(1) * (width // ROW_BLOCK + 1) + torch.arange(width) // ROW_BLOCK
-    rounded = PlainCodes("fp8", {"": blocks}).round({"": hidden})[""]
-    return hidden + (rounded - hidden).detach(), *args[1:]
+    return PlainCodes("fp8", {"": blocks}).round({"": x})[""]
 
 
 def _add_to(total: dict[str, Tensor], terms: Mapping[str, Tensor]) -> None:

@@ -27,7 +27,7 @@ from framework.model.load import build_meta, layer_configs, load_config, load_co
 from framework.model.precision import DTYPES, compute_dtype
 from framework.model.shrink import MIN_LAYERS, shrink
 from framework.parallel.attention.hook import refuse_uneven_heads
-from framework.parallel.fp8_layers import require_torchao
+from framework.parallel.layer_matmuls import require_torchao
 from framework.plan.policies import keep_chunked_loss
 from framework.recipe.derive import Derived, context_degrees, count_expert_slices, count_virtual_stages, derive
 from framework.recipe.problem import render_problems

@@ -22,8 +22,8 @@ from framework.model.objective import LOSSES, Statistics
 from framework.model.precision import DTYPES
 from framework.optim.groups import learning_rate
 from framework.optim.update_rules import OPTIMIZERS
-from framework.parallel.attention.recurrent.pieces import ONE_RANK
-from framework.parallel.tensor.rng import DRAWING_MODULES
+from framework.parallel.attention.pieces import ONE_RANK
+from framework.parallel.tensor.regions import DRAWING_MODULES
 from framework.recipe.derive import compiles, derive
 from framework.recipe.keys import flatten, plain
 from framework.recipe.plugins import added_names

@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from framework.parallel.attention.block_attention import AttentionBlock, BlockAttention
-from framework.parallel.attention.documents import Documents
 from framework.parallel.attention.kernels import Heads, Result
-from framework.parallel.attention.visible_rows import Scores
+from framework.parallel.attention.visible_rows import Documents, Scores
 
 HEADS, HEAD_SIZE, SCALE = 8, 64, 0.125
 LONGEST_SQUARE = 4096

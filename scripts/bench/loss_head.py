@@ -23,11 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from framework.mesh.topology import Topology
-from framework.model.chunked_loss import ChunkedLoss
-from framework.model.logit_map import LogitMap
+from framework.model.chunked_loss import ChunkedLoss, LogitMap
 from framework.model.loss import LocalSums, TokenLoss, chunk_size, find_kernel
 from framework.model.matmul import Matmul, accumulate_matmul
-from framework.parallel.zero.direct_gradients import _DirectLinear
+from framework.parallel.zero.gradients import _DirectLinear
 from framework.plan.plan import unconnected
 
 

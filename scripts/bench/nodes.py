@@ -25,12 +25,11 @@ import torch.multiprocessing
 from expert import FAMILY, MODEL
 from transformers import AutoConfig, PretrainedConfig
 
-from framework.comm import ledger
 from framework.comm.algorithms import Pending
 from framework.comm.collectives import all_reduce, barrier, start_all_to_all
-from framework.comm.communicator import Communicator, Message
+from framework.comm.communicator import Communicator, Message, read_traffic, subtract_traffic
 from framework.comm.connect import connect
-from framework.parallel.experts import exchange, route
+from framework.parallel.experts import route
 from framework.plan.plan import make_plan, make_topology
 from framework.recipe.schema import Batch, Launch, Memory, Parallel, Precision, Recipe, Train, Zero
 from framework.train.build import build
@@ -101,7 +100,7 @@ def network(rate: float):
 
     with (
         patch.object(Communicator, "receive", receive_slowly),
-        patch.object(exchange, "start_all_to_all", exchange_slowly),
+        patch("framework.parallel.experts.rows.start_all_to_all", exchange_slowly),
         patch.object(route, "all_to_all", lambda *given: exchange_slowly(*given).wait()),
     ):
         yield
@@ -162,7 +161,7 @@ def time_steps(
     microbatches = share(sequences, batch.sequences_per_microbatch, mesh)
     seconds = []
     for turn, speed in enumerate((FREE, FREE, rate)):  # the first step takes memory
-        before = ledger.snapshot(mesh, between_nodes=True)
+        before = read_traffic(mesh.axes, between_nodes=True)
         barrier(mesh.axis("world"))
         started = time.perf_counter()
         with network(speed):
@@ -170,7 +169,7 @@ def time_steps(
         took = torch.tensor([time.perf_counter() - started])
         all_reduce(took, mesh.axis("world"), "max")
         seconds.append(took.item())
-    away = ledger.difference(ledger.snapshot(mesh, between_nodes=True), before)
+    away = subtract_traffic(read_traffic(mesh.axes, between_nodes=True), before)
     sent = sum(num_bytes for axis, each in away.items() if axis != "world" for _, num_bytes in each.values())
     run.close()
     mesh.close()

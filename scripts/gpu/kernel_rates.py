@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from framework.comm.fused import Fused
-from framework.mesh.box import Box
+from framework.mesh.layout import Box
 from framework.model.loss import LARGEST_FUSED_CHUNK, LOSS, LocalSums, TorchLoss
 from framework.model.matmul import accumulate_matmul
 from framework.optim.bit_kernels import BITS, TorchBits

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from framework.comm import connect
 from framework.comm.algorithms import Pending, gather_by_tensor, scatter_by_tensor
-from framework.comm.coded import Rounding, scatter_coded, sum_coded
+from framework.comm.codec import Rounding, scatter_coded, sum_coded
 from framework.comm.communicator import Communicator
 from framework.comm.groups import GroupPlan
 from framework.mesh.topology import Axis

@@ -28,9 +28,9 @@ from torch import Tensor
 from transformers.models.llama import LlamaConfig
 
 from framework.comm import algorithms, collectives, connect
+from framework.comm.communicator import DeviceProgress
 from framework.comm.connect import Mesh, launched_place
 from framework.comm.groups import choose_backends
-from framework.comm.waits import DeviceProgress
 from framework.data.pack import Microbatch
 from framework.plan.plan import Plan, make_plan, make_topology
 from framework.recipe.schema import Batch, Data, Launch, Memory, Model, Optim, Parallel, Precision, Recipe, Train, Zero

@@ -64,7 +64,7 @@ MUTATING_METHODS = {
 
 @dataclass(frozen=True)
 class Source:
-    """One file: its path relative to the package folder, such as `mesh/box.py`, and its text."""
+    """One file: its path relative to the package folder, such as `mesh/layout.py`, and its text."""
 
     path: str
     text: str

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.parallel.attention import attention, blocks, merge, ring, ulysses
+from framework.parallel.attention import attention, blocks, ring, ulysses
 from framework.parallel.attention.attention import RankBlocks
-from framework.parallel.attention.documents import Documents
-from framework.parallel.attention.merge import MergedOutput
+from framework.parallel.attention.passes import BackwardPass, ChunkSums, MergedOutput
+from framework.parallel.attention.visible_rows import Documents
 from tests.grid import IN_TURN
 from tests.ranks.pool import RankPool
 from tests.ranks.test_context_methods import CASES, TOLERANCE, Case, Layout, find_errors
@@ -29,7 +29,13 @@ SINKS = replace(CASES["sinks"], sequences=1)
 
 def merge_in_bf16() -> AbstractContextManager[Any]:
     """Outputs are merged in the dtype of a bf16 model's."""
-    return patch.object(merge, "sums_dtype", lambda dtype: torch.bfloat16)
+    whole = ChunkSums.__init__
+
+    def narrow(mine: ChunkSums, *given: Any) -> None:
+        whole(mine, *given)
+        mine.dtype = torch.bfloat16
+
+    return patch.object(ChunkSums, "__init__", narrow)
 
 
 def sum_key_gradients_in_bf16() -> AbstractContextManager[Any]:
@@ -52,7 +58,7 @@ def mask_the_wrong_pair() -> AbstractContextManager[Any]:
 
 def keep_gradients_of_keys() -> AbstractContextManager[Any]:
     """What other ranks' queries give to a rank's keys and values does not come home (TransformerEngine 1557, Megatron 1464)."""
-    return patch.object(blocks.BackwardPass, "add", lambda work, portion, sums: None)
+    return patch.object(BackwardPass, "add", lambda work, portion, sums: None)
 
 
 def normalise_blocks_alone() -> AbstractContextManager[Any]:

@@ -16,12 +16,13 @@ from torch import Tensor
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeMLP
 
 from framework.comm import duals
+from framework.comm.codec import BlockCodec
 from framework.comm.collectives import Pending
 from framework.comm.communicator import Communicator
-from framework.parallel.experts import dispatch, exchange, halves, route, rows
+from framework.parallel.experts import dispatch, halves, route, rows
 from framework.parallel.experts.dispatch import ExpertDispatch
-from framework.parallel.experts.exchange import RowExchange
 from framework.parallel.experts.route import DispatchedRows, Hop
+from framework.parallel.experts.rows import RowExchange
 from framework.parallel.zero import gradients
 from framework.parallel.zero.buffers import GradientState, MainGradView, UnitBuffer
 from framework.recipe.schema import Parallel, Zero
@@ -283,9 +284,9 @@ def weigh_on_both_sides() -> AbstractContextManager[Any]:
 
 def weigh_by_another_row() -> AbstractContextManager[Any]:
     """Beside a row stand the weights of its neighbour."""
-    pack = exchange._pack
+    pack = rows._pack
     return patch.object(
-        exchange, "_pack", lambda columns: pack([each.roll(int(number == 1), 0) for number, each in enumerate(columns)])
+        rows, "_pack", lambda columns: pack([each.roll(int(number == 1), 0) for number, each in enumerate(columns)])
     )
 
 
@@ -308,6 +309,24 @@ def send_codes_alone_to_others() -> AbstractContextManager[Any]:
         send(self, columns)
 
     return patch.multiple(RowExchange, send=remember, receive=keep)
+
+
+def round_gradients_that_cross_alone() -> AbstractContextManager[Any]:
+    """A gradient for this node's own experts is exact, as no message needs its codes."""
+    return patch.object(route, "round_gradient", lambda y, codec: y)
+
+
+def read_gradients_by_scales_of_another_row() -> AbstractContextManager[Any]:
+    """Scales of the gradients that have crossed are one row off."""
+    wait = RowExchange._wait
+
+    def shifted(self: RowExchange, forms: Sequence[Any], codec: BlockCodec | None) -> list[Tensor]:
+        if codec is not None and codec is self.gradient_codec and self._message is not None:
+            scales, _ = codec.split(self._message, forms[0][0])
+            scales.copy_(scales.roll(1, 0))
+        return wait(self, forms, codec)
+
+    return patch.object(RowExchange, "_wait", shifted)
 
 
 def lose_the_gradient_of_weights() -> AbstractContextManager[Any]:
@@ -387,6 +406,8 @@ SABOTAGES: tuple[tuple[Sabotage, str, str], ...] = (
     (weigh_by_another_row, "two nodes", "loss"),
     (lose_the_gradient_of_weights, "two nodes", GRADIENT),
     (send_codes_alone_to_others, "codes", GRADIENT),
+    (round_gradients_that_cross_alone, "codes", GRADIENT),
+    (read_gradients_by_scales_of_another_row, "codes", GRADIENT),
     (begin_each_buffer_with_the_first_pairs, "padded buffers", "loss"),
     (take_padding_for_rows, "padded buffers", "loss"),
     (leave_replicas_of_experts_alone, "replicas of experts", GRADIENT),

@@ -9,8 +9,7 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
-from framework.comm.codec import BlockCodec
-from framework.comm.coded import _CodedParts
+from framework.comm.codec import BlockCodec, _CodedParts
 from framework.parallel.zero import gradients
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.recipe.schema import Zero

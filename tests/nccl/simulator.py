@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from framework.comm import algorithms, coded, collectives, connect, p2p
+from framework.comm import algorithms, codec, collectives, connect, p2p
 from framework.mesh.topology import Topology
 from tests.nccl import gpu
 
@@ -373,7 +373,7 @@ def installed() -> Iterator[None]:
         stack.enter_context(gpu.installed())
         for module, name, value in (
             (algorithms, "dist", fake),
-            (coded, "dist", fake),
+            (codec, "dist", fake),
             (collectives, "dist", fake),
             (p2p, "dist", fake),
             (algorithms, "_all_gather_single", fake.all_gather),

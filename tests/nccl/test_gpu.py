@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from framework.comm.algorithms import ExposedCommunication
-from framework.comm.coded import Rounding, scatter_coded, sum_coded
+from framework.comm.codec import Rounding, scatter_coded, sum_coded
 from framework.comm.collectives import start_all_reduce
+from framework.comm.communicator import DeviceProgress, Operation, Waits
 from framework.comm.connect import Mesh
 from framework.comm.transfer import (
     Arrival,
@@ -29,7 +30,6 @@ from framework.comm.transfer import (
     write_across,
     zeros_on_host,
 )
-from framework.comm.waits import DeviceProgress, Operation, Waits
 from framework.mesh.topology import Axis, Topology
 from tests.nccl.gpu import GPU, GpuError, SimulatedGpu, installed, move_to_host
 from tests.nccl.simulator import installed as nccl_installed

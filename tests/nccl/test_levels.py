@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from framework.comm import coded, ledger
-from framework.comm.codec import BlockCodec
-from framework.comm.coded import Rounding, Wire
+from framework.comm import codec
+from framework.comm.codec import BlockCodec, Rounding, Wire
 from framework.comm.collectives import start_all_reduce, start_reduce_scatter
-from framework.comm.communicator import Communicator, link_levels
+from framework.comm.communicator import Communicator, link_levels, read_traffic, subtract_traffic
 from framework.comm.connect import Mesh
 from framework.comm.transfer import upload
 from framework.mesh.topology import Topology
@@ -121,7 +120,7 @@ def count_launches(nodes: int, on_node: int, wire: Wire) -> int:
         next(messages)
         return SimpleNamespace(wait=lambda: None)
 
-    with gpu_installed(), SimulatedGpu(), patch.object(coded, "dist", SimpleNamespace(all_to_all_single=send)):
+    with gpu_installed(), SimulatedGpu(), patch.object(codec, "dist", SimpleNamespace(all_to_all_single=send)):
         x, part = torch.zeros(topology.world * 32, device=GPU), torch.zeros(32, device=GPU)
         with Launches() as launches:
             start_reduce_scatter(part, x, axes["shard"], wire=wire).wait()
@@ -174,9 +173,9 @@ def count_between_nodes(layout: Layout) -> list[tuple[int, int]]:
 
     def body(mesh: Mesh) -> tuple[int, int]:
         trained, batches = build_layout(layout, mesh)
-        before = ledger.snapshot(mesh, between_nodes=True)
+        before = read_traffic(mesh.axes, between_nodes=True)
         train_step(trained, batches[0], 0, 1e-2)
-        sent = ledger.difference(ledger.snapshot(mesh, between_nodes=True), before)["shard"]
+        sent = subtract_traffic(read_traffic(mesh.axes, between_nodes=True), before)["shard"]
         return sent["all_gather"][1], sent["reduce_scatter"][1]
 
     with installed():

@@ -1,7 +1,7 @@
 """The oracle of quantised gradients: one process that rounds as ranks do, and is exact otherwise.
 
 Stock transformers gives each rank's own gradient of each microbatch. These are cut into the ranks' unit buffers by box
-arithmetic, and summed over nodes as `comm/coded.py` says: coded where a message is sent. The update is stock again.
+arithmetic, and summed over nodes as `comm/codec.py` says: coded where a message is sent. The update is stock again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,9 +11,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from framework.comm.coded import Wire
+from framework.comm.codec import Wire
 from framework.comm.communicator import Communicator
-from framework.parallel.zero.plan_buffers import BufferPlan
+from framework.parallel.zero.buffer_plan import BufferPlan
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.schema import Launch, Recipe
 from framework.verify.evidence import IGNORE, Evidence, TokenBatch

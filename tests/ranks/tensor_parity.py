@@ -20,9 +20,8 @@ from framework.comm.connect import connect
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Axis, Topology
-from framework.model.chunked_loss import ChunkedLoss
+from framework.model.chunked_loss import ChunkedLoss, find_logit_map
 from framework.model.load import build_meta, choose_experts
-from framework.model.logit_map import find_logit_map
 from framework.model.loss import IGNORE, Loss, TokenLoss
 from framework.model.objective import count_tokens
 from framework.model.probe import find_load_balancing_loss
@@ -31,7 +30,7 @@ from framework.model.stage import StageBounds
 from framework.model.units import find_units, set_parameter, tied_names
 from framework.parallel.experts.split import split_experts
 from framework.parallel.stage_plan import StagePlan
-from framework.parallel.tensor.heads import ranks_per_kv_head
+from framework.parallel.tensor.partition import ranks_per_kv_head
 from framework.parallel.tensor.split import split_over_tp
 from framework.recipe.schema import Memory, Model, Parallel, Recipe
 from framework.verify.compare import NOISE_SHARE

@@ -16,13 +16,12 @@ from transformers import AutoModelForCausalLM
 from framework.comm.connect import connect
 from framework.errors import EXIT_DONE
 from framework.mesh.layout import Layout
-from framework.model.adapter_targets import add_adapters
 from framework.model.initial import build_buffers
 from framework.model.load import build_meta, load_config
-from framework.model.peft_folder import read_adapter
+from framework.model.peft import add_adapters, read_adapter
 from framework.optim.groups import learning_rate
-from framework.parallel import adapters
-from framework.parallel.zero import load_parameters, row_codes
+from framework.parallel import layer_matmuls
+from framework.parallel.zero import parameters, row_codes
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Adapter, Memory, Model, Parallel, Pipeline, Recipe, Zero
 from framework.train.build import build
@@ -373,13 +372,13 @@ def test_adapters_compose_with_context_parallelism(pool: RankPool, of: str) -> N
 
 def train_with_a_whole_gradient(rank: int, world: int, rendezvous: str, case: Case) -> Any:
     """Body: as if each rank had all of the gradient of A beside a column layer."""
-    whole = adapters._follow
+    whole = layer_matmuls._follow
 
     def follow(base: Layout, shape: tuple[int, ...], part: str, is_transposed: bool) -> Layout:
         found = whole(base, shape, part, is_transposed)
         return replace(found, partial=()) if part == "lora_A" else found
 
-    with patch.object(adapters, "_follow", follow):
+    with patch.object(layer_matmuls, "_follow", follow):
         return run_cases(rank, world, rendezvous, [case])
 
 
@@ -399,7 +398,7 @@ def test_a_gradient_of_a_that_is_not_summed_shows(pool: RankPool, of: str) -> No
 def train_with_scales_of_pieces(rank: int, world: int, rendezvous: str, case: Case) -> Any:
     """Body: as if each rank took the scale of a block from the part of it that it holds."""
     with (
-        patch.object(load_parameters, "widen", lambda box, shape: box),
+        patch.object(parameters, "widen", lambda box, shape: box),
         patch.object(row_codes, "widen", lambda box, shape: box),
     ):
         return run_cases(rank, world, rendezvous, [case])

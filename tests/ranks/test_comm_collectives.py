@@ -6,8 +6,9 @@ import warnings
 import pytest
 import torch
 
-from framework.comm import algorithms, collectives, ledger
-from framework.comm.coded import Rounding
+from framework.comm import algorithms, collectives
+from framework.comm.codec import Rounding
+from framework.comm.communicator import read_traffic, subtract_traffic, sum_traffic
 from framework.comm.connect import connect
 from framework.comm.objects import all_gather_object
 from framework.mesh.topology import AXIS_NAMES, Topology
@@ -212,15 +213,15 @@ def read_ledger(rank, world, rendezvous):
     mesh = connect_world(rank, world, rendezvous)
     axis = mesh.axis("dp")
     full, share = torch.zeros(96), torch.zeros(96 // world)
-    before = ledger.snapshot(mesh)
+    before = read_traffic(mesh.axes)
     collectives.all_reduce(full, axis)
     collectives.all_gather(full, share, axis)
     collectives.reduce_scatter(share, full, axis)
     collectives.all_to_all(torch.zeros(96), full, axis)
     collectives.start_broadcast(full, axis).wait()
-    carried = ledger.difference(ledger.snapshot(mesh), before)
+    carried = subtract_traffic(read_traffic(mesh.axes), before)
     mesh.close()
-    return carried, ledger.totals(carried)
+    return carried, sum_traffic(carried)
 
 
 def reduce_on_every_axis(rank, world, rendezvous, degrees):

@@ -4,7 +4,8 @@ theory says."""
 import pytest
 import torch
 
-from framework.comm import duals, ledger
+from framework.comm import duals
+from framework.comm.communicator import read_traffic, subtract_traffic
 from framework.comm.connect import connect
 from framework.mesh.topology import Topology
 from tests.grid import few_of
@@ -95,9 +96,9 @@ def read_ledger(rank, world, rendezvous, name):
     (map_name, arguments), _, _, _ = PAIRS[name]
     mesh = connect_world(rank, world, rendezvous)
     x = torch.zeros(SHAPE, requires_grad=True)
-    before = ledger.snapshot(mesh)
+    before = read_traffic(mesh.axes)
     getattr(duals, map_name)(x, mesh.axis("tp"), *arguments).sum().backward()
-    carried = ledger.difference(ledger.snapshot(mesh), before)
+    carried = subtract_traffic(read_traffic(mesh.axes), before)
     mesh.close()
     return carried
 

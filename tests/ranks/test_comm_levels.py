@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from framework.comm import collectives, ledger
-from framework.comm.coded import Rounding
+from framework.comm import collectives
+from framework.comm.codec import Rounding
+from framework.comm.communicator import read_traffic, sum_traffic
 from framework.comm.connect import connect
 from framework.mesh.topology import Topology
 
@@ -100,9 +101,9 @@ def count_what_leaves(rank, world, rendezvous, topology):
     collectives.all_gather(full, part, axis)
     collectives.start_reduce_scatter(part, full, axis, wire=BF16).wait()
     collectives.all_to_all(torch.empty(WORLD * ROWS[rank]), full, axis, [ROWS[rank]] * WORLD, ROWS)
-    sent, away = (ledger.snapshot(mesh, between_nodes)["shard"] for between_nodes in (False, True))
+    sent, away = (read_traffic(mesh.axes, between_nodes)["shard"] for between_nodes in (False, True))
     mesh.close()
-    totals = ledger.totals({"shard": sent}, {"shard": away})["shard"]
+    totals = sum_traffic({"shard": sent}, {"shard": away})["shard"]
     assert totals["bytes_between_nodes"] == sum(num_bytes for _, num_bytes in away.values())
     return {name: (sent[name][1], away[name][1]) for name in sent}
 

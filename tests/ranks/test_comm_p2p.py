@@ -6,7 +6,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from framework.comm import collectives, ledger, meeting, p2p
+from framework.comm import collectives, groups, p2p
+from framework.comm.communicator import read_traffic
 from framework.comm.connect import connect
 from framework.comm.objects import gather_object
 from framework.mesh.topology import Topology
@@ -32,7 +33,7 @@ def pass_along_a_line(rank, world, rendezvous, dtype):
         results.append(x)
     for pending in sent:
         pending.wait()
-    carried = ledger.snapshot(mesh)["pp"]
+    carried = read_traffic(mesh.axes)["pp"]
     mesh.close()
     return results, carried
 
@@ -82,8 +83,8 @@ def test_a_rank_is_not_its_own_peer(pool, world):
 def wait_for_a_late_peer(rank, world, rendezvous):
     """Body: rank 1 comes to each message 1.5 s late, though the groups were connected with a time-out of 1 s."""
     with (
-        patch.object(meeting, "CONNECT_S", 1.0),
-        patch.object(meeting, "CONNECT_S_PER_RANK", 0.0),
+        patch.object(groups, "CONNECT_S", 1.0),
+        patch.object(groups, "CONNECT_S_PER_RANK", 0.0),
     ):
         mesh = connect(Topology(dp=world), torch.device("cpu"), rendezvous, rank, timeout_s=60)
     axis, mine = mesh.axis("world"), torch.full((2,), float(rank))

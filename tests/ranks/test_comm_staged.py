@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from framework.comm import collectives, p2p
-from framework.comm.coded import Rounding
+from framework.comm.codec import Rounding
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.mesh.topology import Topology

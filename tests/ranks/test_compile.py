@@ -308,7 +308,7 @@ def test_the_comparison_sees_weight_gradients_that_a_border_loses(pool: RankPool
 
 def train_with_lost_slots(rank: int, world: int, rendezvous: str, *case: Any) -> Any:
     """Body: `train` with the planted bug."""
-    with patch("framework.parallel.tensor.opaque_borders.write_weight_gradient", loses_slots):
+    with patch("framework.parallel.tensor.borders.write_weight_gradient", loses_slots):
         return train(rank, world, rendezvous, *case)
 
 

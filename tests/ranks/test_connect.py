@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 
 from framework.comm import connect as connecting
-from framework.comm import meeting
+from framework.comm import groups
 from framework.comm.connect import connect, count_sockets, join_axes
-from framework.comm.groups import Backends, GroupPlan
-from framework.comm.meeting import CONNECT_ATTEMPTS, persist
+from framework.comm.groups import CONNECT_ATTEMPTS, Backends, GroupPlan, persist
 from framework.errors import ConnectionFailed, RanksDiffer
 from framework.mesh.topology import Topology
 from framework.plan.plan import make_plan
@@ -208,7 +207,7 @@ def test_tokens_do_not_queue_behind_weights_where_groups_run_in_turn(pool: RankP
 
 def reconnect_a_subgroup(rank: int, world: int, rendezvous: str) -> tuple[list[str], float]:
     """Body: rank 1 fails once to say where it listens, in a subgroup; the keys that each rank has set, and a sum."""
-    meeting.CONNECT_S, former = 1.0, meeting.CONNECT_S
+    groups.CONNECT_S, former = 1.0, groups.CONNECT_S
     file = dist.FileStore(rendezvous.removeprefix("file://"), world)
     # Rank 1 sets its address in the world's group first, then that in the first subgroup. Meetings are set by the last to come.
     store = AddressRecorder(file, fail_set=1 if rank == 1 else None)
@@ -220,7 +219,7 @@ def reconnect_a_subgroup(rank: int, world: int, rendezvous: str) -> tuple[list[s
         dist.barrier()
         dist.destroy_process_group()
     finally:
-        meeting.CONNECT_S = former
+        groups.CONNECT_S = former
     return store.keys("set"), x.item()
 
 
@@ -267,7 +266,7 @@ def meet_or_give_up(rank: int, world: int, rendezvous: str) -> str:
     while rank == 1 and not store.check(["there"]):
         time.sleep(0.01)
     try:
-        meeting.meet(store, "there", world, timedelta(seconds=0.2 if rank == 0 else 60))
+        groups.meet(store, "there", world, timedelta(seconds=0.2 if rank == 0 else 60))
     except ConnectionFailed as error:
         return str(error)
     return "met"

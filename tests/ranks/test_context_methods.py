@@ -13,16 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from framework.comm import collectives, ledger
+from framework.comm import collectives
+from framework.comm.communicator import read_traffic, subtract_traffic, sum_traffic
 from framework.comm.connect import Mesh, connect
 from framework.mesh.token_layout import ContextSlices
 from framework.mesh.topology import Topology
-from framework.parallel.attention import key_values, ulysses
+from framework.parallel.attention import blocks, ulysses
 from framework.parallel.attention.attention import ContextAttention
 from framework.parallel.attention.block_attention import AttentionBlock, BlockAttention
-from framework.parallel.attention.documents import Documents
 from framework.parallel.attention.kernels import Result
-from framework.parallel.attention.visible_rows import Scores
+from framework.parallel.attention.visible_rows import Documents, Scores
 from tests.grid import IN_TURN, few_of
 from tests.ranks.pool import RankPool
 from tests.ranks.test_tensor_memory import peak_of
@@ -240,7 +240,7 @@ def test_attention_is_that_of_one_process(pool: RankPool, layout: Layout) -> Non
 def send_small_messages() -> AbstractContextManager[Any]:
     """Keys and values travel in 6 portions or some more and heads in 4 pieces, where they would be one."""
     patches = ExitStack()
-    patches.enter_context(patch.multiple(key_values, PORTION_PAIRS=1, MOST_PORTIONS=6))
+    patches.enter_context(patch.multiple(blocks, PORTION_PAIRS=1, MOST_PORTIONS=6))
     patches.enter_context(patch.object(ulysses, "PIECE_PAIRS", 1))
     return patches
 
@@ -275,12 +275,12 @@ def measure_traffic(
         with sabotage():
             attention = make_attention(mesh, layout, case.context)
             share = Share(draw(case, dtype), attention.slices)
-            readings = [ledger.snapshot(mesh)]
+            readings = [read_traffic(mesh.axes)]
             out = share.attend(attention)
-            readings.append(ledger.snapshot(mesh))
+            readings.append(read_traffic(mesh.axes))
             share.differentiate(out)
-            readings.append(ledger.snapshot(mesh))
-        differences = (ledger.totals(ledger.difference(after, before)) for before, after in pairwise(readings))
+            readings.append(read_traffic(mesh.axes))
+        differences = (sum_traffic(subtract_traffic(after, before)) for before, after in pairwise(readings))
         found[name] = [{axis: sums["bytes"] for axis, sums in each.items()} for each in differences]
     mesh.close()
     return found

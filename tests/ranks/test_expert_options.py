@@ -13,9 +13,9 @@ from framework.comm.connect import connect
 from framework.errors import RecipeError
 from framework.mesh.topology import Topology
 from framework.model.experts import Capacity
-from framework.parallel.experts.exchange import RowExchange
+from framework.parallel.experts.dispatch import SharedExperts
 from framework.parallel.experts.route import DispatchedRows, ExpertRoute
-from framework.parallel.experts.shared import SharedExperts
+from framework.parallel.experts.rows import RowExchange
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Launch, Memory, Model, Parallel, Pipeline, Recipe, Zero
 from framework.train.build import build

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from framework.comm import ledger
+from framework.comm.communicator import read_traffic, subtract_traffic
 from framework.comm.connect import connect
 from framework.model.routers import RoutedTokens
 from framework.plan.forecast_plan import measure_leaving, sent_over_hops
@@ -68,9 +68,9 @@ def measure_volume(
         mesh = connect(topology, CPU, f"{rendezvous}-{number}", rank)
         with route_evenly(), sabotage():
             run = build(make_plan(recipe, case.config), mesh)
-            before = ledger.snapshot(mesh)
+            before = read_traffic(mesh.axes)
             train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3)
-            found[label] = ledger.difference(ledger.snapshot(mesh), before)["ep"]["all_to_all"]
+            found[label] = subtract_traffic(read_traffic(mesh.axes), before)["ep"]["all_to_all"]
         mesh.close()
     return found
 
@@ -180,7 +180,8 @@ def expect_crossing(recipe: Recipe) -> int:
     # A scale, the codes, and what fills them up to 8 bytes. Beside each row weights in fp32 and numbers of experts, in backward
     # the gradient of weights.
     there = 4 + HIDDEN + 4 if recipe.parallel.expert_dispatch == "fp8" else row
-    legs = forwards * (there + 16 + row) + row + row + 8
+    gradient = 4 + HIDDEN if recipe.parallel.expert_dispatch == "fp8" else row  # alone in its message
+    legs = forwards * (there + 16 + row) + gradient + row + 8
     rows = 36 * 5 // 6 if recipe.parallel.expert_padding is None else 33
     return LAYERS * (rows * legs + forwards * parts * 8 * (1 + 2))
 

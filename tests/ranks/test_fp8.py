@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from framework.comm import ledger
+from framework.comm.communicator import read_traffic, subtract_traffic
 from framework.comm.connect import connect
 from framework.model.fp8 import Fp8Matmul, Scaling
 from framework.model.matmul import MatmulLinear
@@ -160,9 +160,9 @@ def gather(
         plan = make_plan(recipe, case.config)
         run = build(plan, mesh)
         for step, batch in enumerate(case.batches()[:2]):
-            before = ledger.snapshot(mesh)
+            before = read_traffic(mesh.axes)
             train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), step, 1e-3)
-        moved = ledger.difference(ledger.snapshot(mesh), before)["shard"]
+        moved = subtract_traffic(read_traffic(mesh.axes), before)["shard"]
         sent[label] = moved["all_gather"][1], measure_traffic(plan, rank)["gathers"]
         mesh.close()
     return evidence, sent

@@ -10,8 +10,7 @@ from torch import nn
 from framework.comm.connect import connect
 from framework.mesh.layout import part
 from framework.mesh.topology import Topology
-from framework.model.chunked_loss import ChunkedLoss
-from framework.model.logit_map import LogitMap
+from framework.model.chunked_loss import ChunkedLoss, LogitMap
 from framework.model.loss import IGNORE, TokenLoss
 from tests.grid import IN_TURN
 from tests.interpreted_triton import fused_kernels, interpreted_triton

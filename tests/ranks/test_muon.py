@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.comm import ledger
+from framework.comm.communicator import read_traffic, subtract_traffic
 from framework.comm.connect import connect
 from framework.optim import muon
 from framework.optim.held_matrices import MatrixPart
@@ -203,9 +203,9 @@ def measure_sent(rank: int, world: int, rendezvous: str, case: Case) -> tuple[in
     """Body: bytes that this rank has sent in the all-to-alls of a step, and those of theory."""
     recipe, plan = case.recipe, make_plan(case.recipe, case.config)
     mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
-    before = ledger.snapshot(mesh)
+    before = read_traffic(mesh.axes)
     train_step(build(plan, mesh), share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3)
-    sent = ledger.difference(ledger.snapshot(mesh), before)
+    sent = subtract_traffic(read_traffic(mesh.axes), before)
     mesh.close()
     bytes_sent = sum(kinds["all_to_all"][1] for kinds in sent.values() if "all_to_all" in kinds)
     return bytes_sent, measure_traffic(plan, rank)["matrices"]

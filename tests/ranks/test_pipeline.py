@@ -20,12 +20,11 @@ from framework.comm.p2p import start_receive, start_send
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology
 from framework.model.borders import Value
-from framework.parallel.pipeline.actions import Action, ActionKind
 from framework.parallel.pipeline.execute import ActivationSpec, StageLinks
 from framework.parallel.pipeline.lower import lower
-from framework.parallel.pipeline.measured import UNITS_FILE, encode_unit_times
+from framework.parallel.pipeline.pipeline import UNITS_FILE, encode_unit_times
 from framework.parallel.pipeline.schedules import make_schedule
-from framework.parallel.pipeline.simulate import Timed, needs, unit_costs
+from framework.parallel.pipeline.simulate import Action, ActionKind, Timed, needs, unit_costs
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Model, Parallel, Pipeline, Recipe, Zero
 from framework.train.build import build

@@ -15,7 +15,7 @@ from framework.checkpoint.load import Reader
 from framework.comm.connect import connect
 from framework.model.weights import read_weights
 from framework.optim.groups import learning_rate
-from framework.parallel.zero import load_parameters
+from framework.parallel.zero import parameters
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Model, Recipe, Zero
 from framework.train.build import build
@@ -147,7 +147,7 @@ def import_weights(
             return read_weights(folder, stock, wanted)
 
         mesh = connect(topology, CPU, f"{rendezvous}-{number}", rank)
-        with patch.object(load_parameters, "read_weights", reading):
+        with patch.object(parameters, "read_weights", reading):
             run = build(make_plan(recipe, case.config), mesh)
         found[label] = asked, gather_full(owned_weights(run), mesh.axis("world"))
         mesh.close()

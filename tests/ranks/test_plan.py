@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from framework.comm import ledger
+from framework.comm.communicator import TrafficReading, read_traffic, subtract_traffic, sum_traffic
 from framework.comm.connect import connect
 from framework.commands.plan import print_plan
 from framework.errors import EXIT_DONE, EXIT_MEMORY
@@ -64,9 +64,9 @@ def measure(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, tup
         mesh = connect(topology_of(recipe, case.config), CPU, f"{rendezvous}-{number}", rank)
         run = build(make_plan(recipe, case.config), mesh)
         allocated = measure_memory(run)
-        before = ledger.totals(ledger.snapshot(mesh))
+        before = sum_traffic(read_traffic(mesh.axes))
         train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3)
-        after = ledger.totals(ledger.snapshot(mesh))
+        after = sum_traffic(read_traffic(mesh.axes))
         sent = sum(after[axis].get("bytes", 0) - before[axis].get("bytes", 0) for axis in ("shard", "replica"))
         found[label] = allocated, sent
         mesh.close()
@@ -122,14 +122,14 @@ def test_planned_bytes_are_allocated_and_sent(pool: RankPool, name: str, tied: b
             assert sent == sum(measure_traffic(plan, rank).values()), label
 
 
-def measure_numbers(rank: int, world: int, rendezvous: str, recipe: Recipe) -> tuple[ledger.Reading, int]:
+def measure_numbers(rank: int, world: int, rendezvous: str, recipe: Recipe) -> tuple[TrafficReading, int]:
     """Body: what a step sends beside parameters and gradients, and the number of trained parameters."""
     case = Case("", family("llama"), {"": recipe})
     mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
     run = build(make_plan(recipe, case.config), mesh)
-    before = ledger.snapshot(mesh)
+    before = read_traffic(mesh.axes)
     train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3)
-    sent = ledger.difference(ledger.snapshot(mesh), before)
+    sent = subtract_traffic(read_traffic(mesh.axes), before)
     mesh.close()
     return {axis: sent[axis] for axis in sent if axis not in ("shard", "replica")}, len(
         list(run.stages[0].model.model.parameters())
@@ -309,10 +309,10 @@ def observe_pipelines(rank: int, world: int, rendezvous: str, case: Case) -> dic
         run = build(make_plan(recipe, case.config), mesh)
         tokens = torch.randint(3, 97, (SEQUENCES, recipe.batch.context or 0))
         batch = replace(case.batches()[0], input_ids=tokens, labels=tokens)
-        before = ledger.totals(ledger.snapshot(mesh))["pp"].get("bytes", 0)
+        before = sum_traffic(read_traffic(mesh.axes))["pp"].get("bytes", 0)
         with counting_saved_bytes({buffer.full.untyped_storage().data_ptr() for buffer in run.buffers}) as peak:
             train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3)
-        found[label] = peak[0], ledger.totals(ledger.snapshot(mesh))["pp"]["bytes"] - before
+        found[label] = peak[0], sum_traffic(read_traffic(mesh.axes))["pp"]["bytes"] - before
         mesh.close()
     return found
 

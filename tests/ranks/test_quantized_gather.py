@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.comm import ledger
 from framework.comm.codec import BlockCodec
+from framework.comm.communicator import read_traffic, subtract_traffic, sum_traffic
 from framework.comm.connect import connect
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.parameters import ParameterSync
@@ -152,9 +152,9 @@ def measure(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, tup
     for number, (label, recipe) in enumerate(case.layouts.items()):
         mesh = connect(topology_of(recipe, case.config), CPU, f"{rendezvous}-{number}", rank)
         run = build(make_plan(recipe, case.config), mesh)
-        before = ledger.snapshot(mesh)
+        before = read_traffic(mesh.axes)
         train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3)
-        sent = ledger.totals(ledger.difference(ledger.snapshot(mesh), before))
+        sent = sum_traffic(subtract_traffic(read_traffic(mesh.axes), before))
         kinds = {
             "parameters": [each for buffer in run.buffers for each in (buffer.full, buffer.shard, buffer.secondary)],
             "master": [buffer.master for buffer in run.buffers],

@@ -15,9 +15,10 @@ from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.mesh.token_layout import ContextSlices
 from framework.mesh.topology import Topology
-from framework.model.mixers import count_channels, count_map, find_mixers
-from framework.parallel.attention.documents import Documents
-from framework.parallel.attention.recurrent import Pieces, hook_mixers
+from framework.model.units import count_channels, count_map, find_mixers
+from framework.parallel.attention.pieces import Pieces
+from framework.parallel.attention.recurrent import hook_mixers
+from framework.parallel.attention.visible_rows import Documents
 from framework.plan.forecast_plan import measure_traffic
 from framework.plan.messages import MixerCost, Passes
 from framework.plan.plan import make_plan

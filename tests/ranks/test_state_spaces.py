@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
-from framework.parallel.tensor import state_space
+from framework.parallel.tensor import layers
 from framework.recipe.schema import Zero
 from tests.families import STATE_SPACES
 from tests.grid import IN_TURN, few_of
@@ -71,14 +71,14 @@ def share_without_a_sum() -> AbstractContextManager[Any]:
 
     def share(x: Tensor, sizes: Any, own: Any, tp: Any) -> Tensor:
         divided, shared = x.split([sizes[0], sum(sizes[1:])])
-        return state_space.torch.cat([divided, state_space._select(shared, sizes[1:], own, dim=0)])
+        return layers.torch.cat([divided, layers._select(shared, sizes[1:], own, dim=0)])
 
-    return patch.object(state_space, "_share_channels", share)
+    return patch.object(layers, "_share_channels", share)
 
 
 def norm_each_for_itself() -> AbstractContextManager[Any]:
     """The gated norm's mean is over a rank's own features."""
-    return patch.object(state_space.duals, "reduce_from", lambda x, axis: x * axis.size)
+    return patch.object(layers.duals, "reduce_from", lambda x, axis: x * axis.size)
 
 
 @pytest.mark.grid

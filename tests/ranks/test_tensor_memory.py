@@ -20,11 +20,10 @@ from framework.comm.collectives import start_all_to_all
 from framework.comm.connect import Mesh, connect
 from framework.data.pack import Microbatch
 from framework.mesh.topology import Topology
-from framework.model.chunked_loss import ChunkedLoss
+from framework.model.chunked_loss import ChunkedLoss, LogitMap
 from framework.model.load import build_meta
-from framework.model.logit_map import LogitMap
 from framework.model.loss import TokenLoss
-from framework.parallel.experts import exchange
+from framework.parallel.experts import rows
 from framework.plan.layer_widths import layer_widths
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Parallel, Recipe
@@ -207,7 +206,7 @@ def let_go_of_rows() -> AbstractContextManager[Any]:
     def start(*arguments: Any) -> Pending:
         return then(start_all_to_all(*arguments), lambda: sleep(0.02))
 
-    return patch.object(exchange, "start_all_to_all", start)
+    return patch.object(rows, "start_all_to_all", start)
 
 
 def measure_step(run: TrainingRun, microbatches: list[Microbatch]) -> int:

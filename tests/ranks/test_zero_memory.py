@@ -18,9 +18,9 @@ from framework.model.load import build_meta
 from framework.model.units import Unit, find_units
 from framework.optim.optimizers import FlatOptimizer, state_names
 from framework.optim.update_rules import FlatShard, ShardGroup
+from framework.parallel.zero.buffer_plan import Home, Homes, lifetimes_of
 from framework.parallel.zero.buffers import UnitBuffer, make_buffers
 from framework.parallel.zero.gradients import REDUCTIONS_IN_FLIGHT
-from framework.parallel.zero.lifetimes import Home, Homes, lifetimes_of
 from framework.parallel.zero.plan_buffers import plan_buffers, shard_over_batch
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Optim, Recipe, Zero

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.comm import ledger
+from framework.comm.communicator import read_traffic
 from framework.comm.connect import connect
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Precision, Recipe, Zero
@@ -103,7 +103,7 @@ def count_bytes(rank: int, world: int, rendezvous: str, case: Case) -> dict[str,
         mesh = connect(topology_of(recipe, case.config), CPU, f"{rendezvous}-{number}", rank)
         run = build(make_plan(recipe, case.config), mesh)
         train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-2)
-        sent = ledger.snapshot(mesh)
+        sent = read_traffic(mesh.axes)
         found[label] = {
             f"{axis} {name}": num_bytes for axis in ("shard", "replica") for name, (_, num_bytes) in sent[axis].items()
         }

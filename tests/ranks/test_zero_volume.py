@@ -11,7 +11,7 @@ from math import prod
 
 import pytest
 
-from framework.comm import ledger
+from framework.comm.communicator import TrafficReading, read_traffic, subtract_traffic
 from framework.comm.connect import connect
 from framework.mesh.topology import Topology
 from framework.model.load import build_meta
@@ -33,7 +33,7 @@ SEQUENCES = 12
 ITEM_BYTES = {"fp32": (4, 4), "bf16": (2, 4)}  # compute, reduce
 
 
-def measure_volume(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, ledger.Reading]:
+def measure_volume(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, TrafficReading]:
     """Body: for each layout what each of two steps has sent over the axes of ZeRO."""
     found = {}
     batches = case.batches()[:2]
@@ -46,9 +46,9 @@ def measure_volume(rank: int, world: int, rendezvous: str, case: Case) -> dict[s
             for label, recipe in layouts:
                 run = build(make_plan(recipe, case.config), mesh)
                 for step, batch in enumerate(batches):
-                    before = ledger.snapshot(mesh)
+                    before = read_traffic(mesh.axes)
                     train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), step, 1e-3)
-                    sent = ledger.difference(ledger.snapshot(mesh), before)
+                    sent = subtract_traffic(read_traffic(mesh.axes), before)
                     found[f"{label}, step {step}"] = {axis: sent.get(axis, {}) for axis in ("shard", "replica")}
             mesh.close()
     return found

@@ -18,15 +18,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from framework.commands import trained_model
 from framework.commands.trained_model import UnitReader
 from framework.errors import ModelError
-from framework.model.adapter_targets import add_adapters, find_targets
-from framework.model.adapters import DROPOUT, A, AdapterDropout, B, is_adapter, merge_all
+from framework.model.adapters import DROPOUT, A, AdapterDropout, AdapterMatmul, AdapterSwitch, B, is_adapter, merge_all
 from framework.model.generate import load_folder
 from framework.model.hub import find_base, fingerprint_base
 from framework.model.initial import draw_unit
 from framework.model.load import build_meta
-from framework.model.low_rank import AdapterMatmul, AdapterSwitch
 from framework.model.matmul import Matmul, accumulate_matmul
-from framework.model.peft_folder import WEIGHTS, read_adapter, write_adapter
+from framework.model.peft import WEIGHTS, add_adapters, find_targets, read_adapter, write_adapter
 from framework.model.safetensors_files import ADAPTER
 from framework.model.shrink import shrink
 from framework.model.units import find_units, set_parameter, tied_names

@@ -16,9 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.mesh.token_layout import Interval
 from framework.parallel.attention.block_attention import AttentionBlock, BlockAttention, find_fault
-from framework.parallel.attention.documents import Documents
 from framework.parallel.attention.kernels import CpuFlash, Heads, Result, TileKernel
-from framework.parallel.attention.visible_rows import PieceKind, Scores, cut_pieces, find_pieces
+from framework.parallel.attention.visible_rows import Documents, PieceKind, Scores, cut_pieces, find_pieces
 from tests.visible_pairs import documents_of, visible_pairs
 
 B, H, S, D = 2, 4, 64, 8

@@ -8,11 +8,21 @@ from hypothesis import strategies as st
 
 from framework.errors import ScheduleError
 from framework.parallel.pipeline import simulate as filling
-from framework.parallel.pipeline.actions import Action, ActionKind, Schedule
 from framework.parallel.pipeline.lower import RECEIVES, SENDS, lower
 from framework.parallel.pipeline.pipeline import forward_only
 from framework.parallel.pipeline.schedules import SCHEDULES, make_schedule
-from framework.parallel.pipeline.simulate import Costs, Timed, fill_bubbles, peak_live, simulate, unit_costs, validate
+from framework.parallel.pipeline.simulate import (
+    Action,
+    ActionKind,
+    Costs,
+    Schedule,
+    Timed,
+    fill_bubbles,
+    peak_live,
+    simulate,
+    unit_costs,
+    validate,
+)
 from tests.unit.test_pipeline_schedules import assert_ends_even_if_messages_block, drawn_schedules
 
 LEAST_ROUNDING = 1 + 1e-9

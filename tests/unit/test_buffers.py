@@ -21,7 +21,7 @@ from framework.errors import ModelError
 from framework.model.initial import build_buffers, persistent_buffers, set_buffers
 from framework.model.load import build_meta
 from framework.model.shrink import shrink
-from framework.parallel.zero.load_parameters import load_pretrained
+from framework.parallel.zero.parameters import load_pretrained
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from scripts.sweep_families import build_config as build_default_config

@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM, GraniteForCausalLM, PreTrainedMod
 from framework.comm.connect import connect
 from framework.errors import ModelError
 from framework.mesh.topology import Topology
-from framework.model.chunked_loss import ChunkedLoss
+from framework.model.chunked_loss import ChunkedLoss, LogitMap, find_logit_map
 from framework.model.load import build_meta, choose_experts
-from framework.model.logit_map import LogitMap, find_logit_map
 from framework.model.loss import IGNORE, Loss, TokenLoss, chunk_bytes, chunk_size
 from framework.model.objective import count_tokens
 from framework.parallel.zero.buffers import GradientState

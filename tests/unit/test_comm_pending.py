@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from framework.comm.algorithms import Pending, then
-from framework.comm.communicator import Communicator
-from framework.comm.waits import Operation
+from framework.comm.communicator import Communicator, Operation
 from framework.mesh.topology import Axis
 
 TP, DP = Communicator(Axis("tp", 2, 0)), Communicator(Axis("dp", 2, 0, (0, 2)))

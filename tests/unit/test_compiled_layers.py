@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from framework.comm.connect import connect
 from framework.model.matmul import Matmul
-from framework.model.opaque_experts import OpaqueExperts
+from framework.model.opaque import OpaqueExperts
 from framework.parallel.parallelize import find_eager_layers
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Precision

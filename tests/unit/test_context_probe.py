@@ -11,7 +11,6 @@ from framework.errors import ModelError, TopologyError
 from framework.mesh.token_layout import ContextSlices
 from framework.model.load import layer_configs
 from framework.parallel.attention import hook, refuse_undivided_context
-from framework.parallel.attention.documents import Documents
 from framework.parallel.attention.hook import (
     IMPLEMENTATION,
     QUERY_RULES,
@@ -20,7 +19,7 @@ from framework.parallel.attention.hook import (
     hook_attentions,
     refuse_uneven_heads,
 )
-from framework.parallel.attention.visible_rows import Scores
+from framework.parallel.attention.visible_rows import Documents, Scores
 from framework.recipe.schema import Parallel
 from tests.families import build_config, family, needs_newer_transformers
 from tests.grid import IN_TURN, few_of

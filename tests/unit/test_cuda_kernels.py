@@ -14,11 +14,9 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from framework.errors import ModelError
 from framework.parallel.attention import block_attention, cuda_kernels
 from framework.parallel.attention.block_attention import AttentionBlock, BlockAttention, find_fault
-from framework.parallel.attention.cuda_kernels import CudaFlash, CudnnFlash
-from framework.parallel.attention.documents import Documents
-from framework.parallel.attention.flex_kernel import FlexKernel, make_block_mask
+from framework.parallel.attention.cuda_kernels import CudaFlash, CudnnFlash, FlexKernel, make_block_mask
 from framework.parallel.attention.kernels import CpuFlash, Heads, Kernel, Packing, TileKernel
-from framework.parallel.attention.visible_rows import PieceKind, Scores
+from framework.parallel.attention.visible_rows import Documents, PieceKind, Scores
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 Bounds = tuple[Tensor | None, Tensor | None, int, int]

@@ -175,7 +175,7 @@ def test_a_guard_is_on_another_node_than_the_script(tmp_path, job):
 def test_the_guard_requeues_a_job_without_its_first_node(tmp_path, nodes, restarts, requeues):
     text = script(tmp_path, 2, 1)
     functions = re.findall(
-        r"^(?:say|field|start_soon|guard_job)\(\) \{.*?^\}$|^(?:say|field)\(\) \{.*\}$", text, re.M | re.S
+        r"^(?:say|field|brief_job|start_soon|guard_job)\(\) \{.*?^\}$|^(?:say|field)\(\) \{.*\}$", text, re.M | re.S
     )
     (tmp_path / "run").mkdir()
     mocks = (

@@ -8,9 +8,9 @@ from framework.comm.communicator import Communicator
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Axis
 from framework.model.units import Unit, set_parameter
+from framework.parallel.zero.buffer_plan import lifetimes_of
 from framework.parallel.zero.buffers import GradientState, MainGradView, make_buffers
-from framework.parallel.zero.direct_gradients import write_embedding_gradients
-from framework.parallel.zero.lifetimes import lifetimes_of
+from framework.parallel.zero.gradients import write_embedding_gradients
 from framework.parallel.zero.plan_buffers import plan_buffers, shard_over_batch
 from framework.recipe.schema import Zero
 

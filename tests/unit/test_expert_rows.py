@@ -14,9 +14,7 @@ from framework.comm.algorithms import Pending
 from framework.comm.codec import BlockCodec
 from framework.comm.communicator import Communicator
 from framework.mesh.topology import Axis
-from framework.parallel.experts import exchange
-from framework.parallel.experts.exchange import ROW_CODEC, RowExchange
-from framework.parallel.experts.rows import add_up, combine, permute, spread
+from framework.parallel.experts.rows import ROW_CODEC, RowExchange, add_up, combine, permute, spread
 from tests.codec_bound import error_bound
 
 TOKENS, TOP_K, WIDTH = 12, 3, 512
@@ -101,7 +99,7 @@ def test_rows_of_all_sizes_arrive_within_the_stated_error(bug: Callable[[], Abst
     x = torch.randn(16, 300, generator=torch.Generator().manual_seed(5)) * 2.0 ** torch.arange(16).unsqueeze(1)
     weights, ids = torch.rand(16, 3), torch.arange(48, dtype=torch.int32).view(16, 3)
     transfer = RowExchange(Communicator(Axis("ep", 2, 0)), [16, 0], [16, 0], ROW_CODEC)
-    with patch.object(exchange, "start_all_to_all", send_to_itself), bug():
+    with patch("framework.parallel.experts.rows.start_all_to_all", send_to_itself), bug():
         rows, *beside = transfer.arrive(*transfer.depart(x, weights, ids))
     assert all(torch.equal(each, given) for each, given in zip(beside, (weights, ids), strict=True))
     assert bool(((rows - x).abs() <= error_bound(ROW_CODEC, x)).all()) == (bug is nullcontext)

@@ -7,7 +7,7 @@ from pathlib import Path
 from framework.comm.communicator import Communicator
 from framework.mesh.topology import Axis
 from framework.model.load import build_meta
-from framework.parallel.tensor.heads import ranks_per_kv_head
+from framework.parallel.tensor.partition import ranks_per_kv_head
 from tests.families import FAMILIES, build_config
 from tests.grid import IN_TURN
 from tests.ranks.tensor_parity import split

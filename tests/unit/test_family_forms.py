@@ -15,10 +15,9 @@ from framework.model.stage import PassThrough, refuse_following_starts
 from framework.model.units import find_last_module, find_layers, find_units
 from framework.parallel.attention import find_whole, probe_causes
 from framework.parallel.attention.block_attention import AttentionBlock, BlockAttention
-from framework.parallel.attention.documents import Documents
-from framework.parallel.attention.indexers import GatheredKeys, find_visible
+from framework.parallel.attention.hook import GatheredKeys, find_visible
 from framework.parallel.attention.kernels import Heads, Result
-from framework.parallel.attention.visible_rows import Scores
+from framework.parallel.attention.visible_rows import Documents, Scores
 from framework.parallel.tensor.find_regions import RegionPlan, find_regions
 from framework.recipe.schema import Data, Recipe
 

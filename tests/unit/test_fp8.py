@@ -23,7 +23,7 @@ from framework.launch.parts import check_ranks
 from framework.model import fp8
 from framework.model.fp8 import E4M3, E5M2, Fp8Matmul, Scaling, multiply_factors, quantize
 from framework.model.load import build_meta
-from framework.parallel.fp8_layers import find_fp8_linears
+from framework.parallel.layer_matmuls import find_fp8_linears
 from framework.parallel.zero.parameters import ParameterSync
 from framework.plan.plan import make_plan
 from framework.recipe.check import check_recipe

@@ -22,7 +22,7 @@ from framework.mesh.layout import Layout
 from framework.mesh.topology import Axis, Topology
 from framework.model.load import load_config
 from framework.model.units import Unit
-from framework.parallel.zero.lifetimes import lifetimes_of
+from framework.parallel.zero.buffer_plan import lifetimes_of
 from framework.parallel.zero.plan_buffers import plan_buffers, shard_over_batch
 from framework.plan.candidate import resolve_target
 from framework.plan.plan import make_plan

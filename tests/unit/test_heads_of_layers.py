@@ -4,7 +4,7 @@ import pytest
 
 from framework.errors import ModelError
 from framework.model.load import load_config
-from framework.parallel.tensor.heads import ranks_per_kv_head
+from framework.parallel.tensor.partition import ranks_per_kv_head
 from framework.recipe.compose import compose
 
 

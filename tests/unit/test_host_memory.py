@@ -9,8 +9,8 @@ import pytest
 from framework.errors import RecipeError
 from framework.launch.settle import refuse_offload_to_device
 from framework.model.load import load_config
-from framework.parallel.zero.homes import choose_homes, is_shared
-from framework.parallel.zero.lifetimes import Home
+from framework.parallel.zero.buffer_plan import Home
+from framework.parallel.zero.plan_buffers import choose_homes, is_shared
 from framework.plan.advice import find_relief
 from framework.plan.check import (
     MEMORY,

@@ -205,6 +205,27 @@ def test_a_script_that_froze_before_it_acts_does_nothing(tmp_path, ends):
     assert (done.returncode, "acts" in done.stdout) == (86, False), done
 
 
+@pytest.mark.parametrize(
+    ("reason", "released"),
+    [
+        ("launch failed requeued held", True),
+        ("launch_failed_requeued_held", True),  # newer SLURM's word
+        ("JobHeldUser", False),
+        ("Resources", False),
+    ],
+)
+def test_a_requeued_job_that_a_node_has_refused_is_released(reason, released):
+    """A node that was frozen still held the former start: SLURM drains it and holds the job. A user's hold stays."""
+    given = (
+        'job=7 slurm_job=7\nsbatch() { sh -c "squeue() { echo \\"\\$state\\"; }; scontrol() { echo \\$*; }; ${@: -1}"; }\n'
+        f'export state="{reason}"'
+    )
+    functions = [function_of(name) for name in ("brief_job", "start_soon")]
+    words = "\n".join([given, *functions, "start_soon"]).replace("seq 240", "seq 1").replace("sleep 0.5", ":")
+    done = subprocess.run(["bash", "-uc", words], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == (["release 7"] if released else []), done
+
+
 def test_a_run_that_was_asked_to_stop_is_not_requeued(tmp_path):
     """85 says that the run can go on; who asked it to stop does not want that now."""
     (tmp_path / "request-stop").touch()

@@ -18,10 +18,15 @@ from framework.launch.settle import settle
 from framework.model.load import load_config
 from framework.model.stage import StageBounds, split_stages
 from framework.model.units import Unit
-from framework.parallel.pipeline.actions import Action, ActionKind
-from framework.parallel.pipeline.measured import MOST, UnitTimes, encode_unit_times, fastest_split
-from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline
-from framework.parallel.pipeline.simulate import Timed, simulate
+from framework.parallel.pipeline.pipeline import (
+    MOST,
+    PipelinePlan,
+    UnitTimes,
+    encode_unit_times,
+    fastest_split,
+    plan_pipeline,
+)
+from framework.parallel.pipeline.simulate import Action, ActionKind, Timed, simulate
 from framework.plan.cluster import ClusterRates
 from framework.plan.plan import make_plan
 from framework.plan.plan_text import describe_run

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from framework.errors import LayoutError
-from framework.mesh.box import Box, interval_to_boxes
-from framework.mesh.layout import Layout, Shard, part
+from framework.mesh.layout import Box, Layout, Shard, interval_to_boxes, part
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

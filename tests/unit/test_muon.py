@@ -19,7 +19,7 @@ from framework.optim.held_matrices import MatrixPart, OwnedValues
 from framework.optim.matrices import MatrixForm, count_flops, find_matrices
 from framework.optim.muon import assign_owners, group_matrices, orthogonalize, scale_of
 from framework.optim.update_rules import RuleOptimizer
-from framework.parallel.zero.plan_buffers import BufferPlan, Slot
+from framework.parallel.zero.buffer_plan import BufferPlan, Slot
 from framework.plan.forecast_plan import measure_traffic
 from framework.plan.plan import make_plan, unconnected
 from framework.recipe.check import check_recipe

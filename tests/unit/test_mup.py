@@ -6,10 +6,10 @@ from unittest.mock import patch
 import pytest
 from torch import nn
 
-from framework import compose
 from framework.errors import EXIT_DONE, EXIT_FAILED, ModelError
+from framework.model.initial import SAME, WidthScale, find_scales
 from framework.model.load import build_meta
-from framework.model.mup import SAME, WidthScale, find_scales
+from framework.recipe.compose import compose
 from framework.verify import command, oracle
 from tests.families import build_config, family
 

@@ -12,8 +12,7 @@ from framework.errors import TopologyError
 from framework.launch.nodes import NODES, NodeOrder, describe_nodes, find_rank, read_order
 from framework.launch.process import adopt_task
 from framework.launch.slurm import render
-from framework.mesh.placement import BLOCK_AXES, Placement
-from framework.mesh.topology import Topology
+from framework.mesh.topology import BLOCK_AXES, Placement, Topology
 from framework.model.load import load_config
 from framework.plan.forecast_plan import forecast_cut
 from framework.plan.plan import make_plan

@@ -10,12 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from framework.errors import ScheduleError
-from framework.parallel.pipeline.actions import COMPUTE, Action, ActionKind, Schedule
 from framework.parallel.pipeline.draw import Panel, draw_grid, save_picture
 from framework.parallel.pipeline.lower import RECEIVES, SENDS, lower
 from framework.parallel.pipeline.pipeline import balance_ranks, split_by_cost
 from framework.parallel.pipeline.schedules import SCHEDULES, make_schedule, read_table, write_table
-from framework.parallel.pipeline.simulate import Costs, Timeline, needs, peak_live, simulate, unit_costs, validate
+from framework.parallel.pipeline.simulate import (
+    COMPUTE,
+    Action,
+    ActionKind,
+    Costs,
+    Schedule,
+    Timeline,
+    needs,
+    peak_live,
+    simulate,
+    unit_costs,
+    validate,
+)
 
 STAGES, MICROBATCHES = 16, 64
 VIRTUAL = {"gpipe": (1,), "1f1b": (1,), "interleaved": (2, 3, 4), "zb_h1": (1,), "zbv": (2,), "dualpipe_v": (2,)}

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from framework.errors import TopologyError
-from framework.mesh.placement import Placement
-from framework.mesh.topology import Topology
+from framework.mesh.topology import Placement, Topology
 from framework.recipe.layout_rules import placement
 from framework.recipe.schema import Launch, Parallel, Recipe
 

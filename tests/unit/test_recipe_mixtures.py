@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from framework.errors import RecipeError
-from framework.model.expert_rows import Router
+from framework.model.experts import Router
 from framework.model.flops import measure_model
 from framework.model.load import build_meta
 from framework.output import show_bytes

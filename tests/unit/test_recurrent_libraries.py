@@ -18,12 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from framework.errors import ModelError
 from framework.mesh.token_layout import ContextSlices
-from framework.model.mixers import CHANNEL_DELTA_RULE, CONVOLUTION, DELTA_RULE, STATE_OF_CHANNELS, STATE_OF_HEADS
-from framework.parallel.attention.documents import Documents
-from framework.parallel.attention.recurrent import Pieces, hook_mixers
-from framework.parallel.attention.recurrent.hook import FUNCTIONS
-from framework.parallel.attention.recurrent.libraries import KERNELS, Libraries
-from framework.parallel.attention.recurrent.pieces import ONE_RANK
+from framework.model.units import CHANNEL_DELTA_RULE, CONVOLUTION, DELTA_RULE, STATE_OF_CHANNELS, STATE_OF_HEADS
+from framework.parallel.attention.pieces import ONE_RANK, Pieces
+from framework.parallel.attention.recurrent import FUNCTIONS, KERNELS, Libraries, hook_mixers
+from framework.parallel.attention.visible_rows import Documents
 from tests.families import RECURRENT, build_config
 from tests.grid import IN_TURN
 

@@ -13,7 +13,7 @@ from framework.mesh.layout import Layout, Shard
 from framework.model.adapters import find_coded
 from framework.model.load import build_meta, load_config
 from framework.model.units import find_units
-from framework.parallel.zero.plan_buffers import BufferPlan
+from framework.parallel.zero.buffer_plan import BufferPlan
 from framework.parallel.zero.row_codes import NF4, RowCodec, RowKind, round_rows, widen
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose

@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from framework.comm.board import Board
-from framework.comm.objects import SEAL_BYTES, seal, seal_text, unseal, unseal_text
+from framework.comm.objects import SEAL_BYTES, Board, seal, seal_text, unseal, unseal_text
 from framework.errors import ConnectionFailed
 
 

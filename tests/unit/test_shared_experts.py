@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from framework.model.experts import find_experts
 from framework.model.load import build_meta
-from framework.parallel.experts.shared import SharedExperts, stand_in
+from framework.parallel.experts.dispatch import SharedExperts, stand_in
 from tests.families import build_config, family
 
 Forward = Callable[[nn.Module, Tensor], Tensor]

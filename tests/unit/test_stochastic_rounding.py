@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.mesh.box import Box
-from framework.mesh.layout import Layout, Shard
+from framework.mesh.layout import Box, Layout, Shard
 from framework.optim.stochastic_rounding import FACTORS, SHIFTS, Key, draw_bits, hash_key, round_to_bf16
 
 KEY: Key = (7, "moments", 3, "w")

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from framework.model.load import build_meta
-from framework.parallel.tensor.rng import uses_rng_in_training
+from framework.parallel.tensor.regions import uses_rng_in_training
 from tests.families import build_config, family
 from tests.ranks.spare_model import SPARE
 

@@ -16,7 +16,7 @@ from framework.cli import main
 from framework.commands.trained_model import load_model
 from framework.data.tokenize import train_bpe
 from framework.errors import EXIT_DONE, EXIT_USER, ModelError
-from framework.mesh.box import Box
+from framework.mesh.layout import Box
 from framework.model.load import build_meta, is_part, load_config
 from framework.model.shrink import shrink
 from framework.model.weights import read_weights, write_into

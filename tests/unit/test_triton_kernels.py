@@ -20,12 +20,10 @@ from framework.comm import fused
 from framework.comm.codec import CODES, BlockCodec
 from framework.comm.fused import Fused
 from framework.errors import ModelError
-from framework.mesh.box import Box
-from framework.mesh.layout import Layout, Shard
+from framework.mesh.layout import Box, Layout, Shard
 from framework.mesh.topology import Topology
-from framework.model.chunked_loss import ChunkedLoss
+from framework.model.chunked_loss import ChunkedLoss, LogitMap
 from framework.model.fp8 import CASTS, E4M3, E5M2, Fp8Matmul, TorchCast, quantize
-from framework.model.logit_map import LogitMap
 from framework.model.loss import IGNORE, LOSS, TokenLoss, TorchLoss, token_loss
 from framework.optim.bit_kernels import BITS, TorchBits
 from framework.optim.optimizers import FlatOptimizer, state_names

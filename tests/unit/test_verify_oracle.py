@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from framework.mesh.box import Box
+from framework.mesh.layout import Box
 from framework.model.experts import count_experts, find_experts
 from framework.model.load import build_meta, kept_in_fp32
 from framework.optim.groups import group_parameters, learning_rate

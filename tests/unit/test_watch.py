@@ -7,9 +7,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from framework.comm.board import Board
-from framework.comm.communicator import Communicator
-from framework.comm.waits import Operation
+from framework.comm.communicator import Communicator, Operation
+from framework.comm.objects import Board
 from framework.mesh.topology import Axis
 from framework.monitor import watchdog as watchdog_module
 from framework.monitor.hang import RANKS_FILE, TRAINING, RankStatus, read_ranks, write_ranks

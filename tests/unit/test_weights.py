@@ -18,11 +18,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from framework.errors import ModelError
-from framework.mesh.box import Box
+from framework.mesh.layout import Box
 from framework.model import safetensors_files
-from framework.model.conversions import match_keys, to_checkpoint
 from framework.model.hub import resolve_folder
-from framework.model.safetensors_files import plan_files
+from framework.model.safetensors_files import match_keys, plan_files, to_checkpoint
 from framework.model.weights import read_weights, write_weights
 from tests.families import FAMILIES, RECURRENT, STOCK_EXPERTS, Family, build_config, family, is_kind
 from tests.grid import few_of

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from framework.errors import ModelError
-from framework.mesh.box import Box
+from framework.mesh.layout import Box
 from framework.model.load import build_meta
 from framework.model.safetensors_files import INDEX, SINGLE, find_files
 from framework.model.weights import read_weights

@@ -1,11 +1,11 @@
 """Attention, of sequences whose tokens are divided over `cp` or are all on one rank.
 
-`attention` is what a layer calls; `ulysses` exchanges heads for tokens, `ring` brings keys and values (`key_values`).
-`blocks` says which queries meet which keys, `block_attention` computes that, piece by piece (`visible_rows`), by `kernels`, and
-`merge` makes one softmax of it. `hook` puts it all into a model, and `probe` says of which models that is exact.
+`attention` is what a layer calls; `ulysses` exchanges heads for tokens, `ring` brings keys and values. `blocks` says which
+queries meet which keys, `passes` makes one softmax of them, `block_attention` computes one of them, piece by piece
+(`visible_rows`), by `kernels`. `hook` puts it all into a model, `recurrent` does so for
+mixers that carry a state, and `probe` says of which models that is exact.
 """
 
-from framework.parallel.attention.documents import Documents, select_sequences
 from framework.parallel.attention.hook import (
     find_context_attentions,
     is_operator,
@@ -14,6 +14,7 @@ from framework.parallel.attention.hook import (
     watch_logits,
 )
 from framework.parallel.attention.probe import find_stock_attention, find_whole, probe_causes, refuse_undivided_context
+from framework.parallel.attention.visible_rows import Documents, select_sequences
 from framework.parallel.attention.whole_tokens import refuse_sequence
 
 __all__ = [

@@ -4,7 +4,7 @@ Ring attention and its like compute attention block by block: a block's out and 
 blocks, and its parts of the gradients added to theirs. Memory is linear in the intervals: no tensor is as large as both.
 
 A block is cut into pieces (`visible_rows`), each piece is one call of a kernel (`kernels`), and the pieces of the same queries
-are merged (`merge`).
+are merged.
 """
 
 import logging
@@ -18,12 +18,17 @@ from torch import Tensor
 from framework.errors import ModelError
 from framework.mesh.token_layout import Interval
 from framework.model.precision import sums_dtype
-from framework.parallel.attention.cuda_kernels import CudaFlash, CudnnFlash
-from framework.parallel.attention.documents import Documents
-from framework.parallel.attention.flex_kernel import FlexKernel
-from framework.parallel.attention.kernels import CpuFlash, Heads, Kernel, PackedKernel, Packing, Result, TileKernel
-from framework.parallel.attention.merge import merge_softmax
-from framework.parallel.attention.visible_rows import BlockPiece, PieceKind, Scores, cut_pieces, find_pieces
+from framework.parallel.attention.cuda_kernels import CudaFlash, CudnnFlash, FlexKernel
+from framework.parallel.attention.kernels import (
+    CpuFlash,
+    Heads,
+    Kernel,
+    Packing,
+    Result,
+    TileKernel,
+    merge_softmax,
+)
+from framework.parallel.attention.visible_rows import BlockPiece, Documents, PieceKind, Scores, cut_pieces, find_pieces
 
 log = logging.getLogger(__name__)
 
@@ -226,7 +231,7 @@ class BlockAttention:
         return self._faults[kernel, device, dtype] is None
 
 
-def _packs(kernel: Kernel, block: AttentionBlock) -> PackedKernel | None:
+def _packs(kernel: Kernel, block: AttentionBlock) -> CudaFlash | FlexKernel | None:
     """The kernel, if it computes the block in one call where it would be several pieces."""
     # A kernel call for each document, and a mask for each edge of a window, would leave a GPU idle between them.
     is_several = block.q_rows == block.k_rows and (block.documents is not None or block.scores.window is not None)
@@ -291,7 +296,7 @@ def _differ(kernel: Kernel, heads: Heads, gradient: Tensor, kind: PieceKind) -> 
     return _largest_difference(found, wanted)
 
 
-def _differ_packed(kernel: PackedKernel, heads: Heads, gradient: Tensor, window: int | None) -> float:
+def _differ_packed(kernel: CudaFlash | FlexKernel, heads: Heads, gradient: Tensor, window: int | None) -> float:
     """`_differ` of documents in one call."""
     rows = 0, heads.q.shape[2]
     block = AttentionBlock(heads, rows, rows, Scores(SCALE, window), Documents(((0, 5, 31),), rows[1]))

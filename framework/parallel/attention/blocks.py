@@ -1,39 +1,138 @@
-"""Blocks: which queries of a rank attend to which keys of a rank, in as few calls as possible; and the passes over them, forward
-and backward.
+"""Blocks: which queries of a rank attend to which keys of a rank, in as few calls as possible; and the keys and values of
+ranks, in the portions that travel as one message each.
 
-A rank of `ring` holds one or two chunks of a sequence, as many rows each (`ContextSlices.chunk_intervals`). With zig-zag chunks i
-and 2 ring - 1 - i, a rank's queries against the keys of a rank p are
+A rank of `ring` holds one or two chunks of a sequence, as many rows each (`ContextSlices.chunk_intervals`). With zig-zag
+chunks i and 2 ring - 1 - i, a rank's queries against the keys of a rank p are
 
     p = own rank   both chunks against themselves, under the diagonal, and the later against the earlier, wholly
     p before it    both chunks against the earlier one of p, wholly
     p behind it    the later chunk against both of p, wholly                        one call
 
-which are 2 L^2 pairs each for chunks of L rows: equal work on all ranks in every step. A window leaves fewer.
+which are 2 L^2 pairs each for chunks of L rows: equal work on all ranks in every step. A window leaves fewer. `passes`
+computes them, forward and backward.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from framework.mesh.token_layout import ContextSlices, Interval
-from framework.model.precision import sums_dtype
-from framework.parallel.attention.block_attention import AttentionBlock, BlockAttention
-from framework.parallel.attention.documents import Documents
-from framework.parallel.attention.kernels import Heads, Result
-from framework.parallel.attention.key_values import (
-    Contribution,
-    HeadGroup,
-    KeyValues,
-    Portion,
-    RingRoute,
-    count_portions,
-    group_heads,
-)
-from framework.parallel.attention.merge import ChunkSums, MergedOutput
-from framework.parallel.attention.visible_rows import Scores
+from framework.parallel.attention.block_attention import AttentionBlock
+from framework.parallel.attention.kernels import Heads
+from framework.parallel.attention.visible_rows import Documents, Scores
+
+# Buffers are as large as a message, so a rank's K/V travel in several. A message is worth its cost if enough is computed with it:
+# 2^20 pairs of a query and a key, and no more than 16 messages, so that blocks of long sequences are large enough for a GPU.
+PORTION_PAIRS = 2**20
+MOST_PORTIONS = 16
+
+# (tokens, gradient of their keys [B, Hk, n, D], of their values [B, Hk, n, Dv]): what one block adds.
+Contribution = tuple[Interval, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class KeyValues:
+    """k: [B, Hk, n, D], v: [B, Hk, n, Dv], of one dtype. message: [elements of both], contiguous, of which they are views; None
+    where they are not."""
+
+    k: Tensor
+    v: Tensor
+    message: Tensor | None = None
+
+    def add(self, contributions: Iterable[Contribution]) -> None:
+        """Add what blocks give to the gradients of some of these tokens."""
+        for (start, stop), dk, dv in contributions:
+            self.k[:, :, start:stop] += dk
+            self.v[:, :, start:stop] += dv
+            del dk, dv  # before the next are computed
+
+    def set(self, contributions: Iterable[Contribution]) -> None:
+        """Become the sums of what blocks give, zero where none gives anything. Two blocks are of the same tokens or of others."""
+        seen: set[Interval] = set()
+        for tokens, dk, dv in contributions:
+            # The first are written, not added to zeros: that would write most of it twice.
+            if tokens in seen:
+                self.add([(tokens, dk, dv)])
+            else:
+                self.k[:, :, slice(*tokens)] = dk
+                self.v[:, :, slice(*tokens)] = dv
+            seen.add(tokens)
+            del dk, dv
+        # The intervals between those that blocks have written: nobody has set them.
+        ends = [0, *(end for tokens in sorted(seen) for end in tokens), self.k.shape[2]]
+        for start, stop in zip(ends[::2], ends[1::2], strict=True):
+            self.k[:, :, start:stop] = 0
+            self.v[:, :, start:stop] = 0
+
+    def new_message(self, dtype: torch.dtype | None = None) -> "KeyValues":
+        """A message of these shapes, of this dtype unless another is given. Its values are not set."""
+        return self.view(self.k.new_empty(self.k.numel() + self.v.numel(), dtype=dtype))
+
+    def view(self, message: Tensor) -> "KeyValues":
+        """A message, [elements of k and v], as tensors of these shapes."""
+        keys, values = message.split([self.k.numel(), self.v.numel()])
+        return KeyValues(keys.view(self.k.shape), values.view(self.v.shape), message)
+
+
+@dataclass(frozen=True)
+class Portion:
+    """One message: the tokens (start, stop) of every chunk, in the key-value heads (start, stop)."""
+
+    heads: Interval
+    tokens: Interval
+
+    def select(self, of: KeyValues, chunks: int) -> KeyValues:
+        """Views of them: [B, heads, chunks, tokens, D] of the k and v [B, Hk, chunks * L, D]."""
+        k, v = (x[:, slice(*self.heads)].unflatten(2, (chunks, -1))[:, :, :, slice(*self.tokens)] for x in (of.k, of.v))
+        return KeyValues(k, v)
+
+    def pack(self, of: KeyValues, chunks: int, message: Tensor | None = None) -> KeyValues:
+        """A copy of them as a message, in new memory if none is given: k and v [B, heads, chunks * tokens, D]."""
+        views = self.select(of, chunks)
+        packed = views.new_message() if message is None else views.view(message)
+        # One copy on this side; on the other the message is read where it landed.
+        packed.k.copy_(views.k)
+        packed.v.copy_(views.v)
+        return KeyValues(packed.k.flatten(2, 3), packed.v.flatten(2, 3), packed.message)
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """Key-value heads that are attended to together, and the portions in which they come from other ranks."""
+
+    heads: Interval
+    portions: tuple[Portion, ...]
+
+
+@dataclass(frozen=True)
+class RingRoute:
+    """The order in which K/V travel. steps: s > 0 for every rank whose K/V, s before this one's, are needed; rising. chunks: of a
+    rank's tokens."""
+
+    groups: Sequence[HeadGroup]
+    steps: Sequence[int]
+    chunks: int
+
+
+def group_heads(of: KeyValues, chunks: int, num_portions: int) -> list[HeadGroup]:
+    """`num_portions` portions or a few more: heads are divided first, since that divides queries, too, then tokens of a chunk."""
+    kv_heads, length = of.k.shape[1], of.k.shape[2] // chunks
+    # The least number of groups that divides the heads and is as many as asked for, if heads suffice.
+    groups = next(count for count in range(min(num_portions, kv_heads), kv_heads + 1) if kv_heads % count == 0)
+    # Tokens give the portions that heads did not; no portion may be empty.
+    parts = min(-(-num_portions // groups), length)
+    bounds = [length * number // parts for number in range(parts + 1)]
+    heads = pairwise(range(0, kv_heads + 1, kv_heads // groups))
+    return [HeadGroup(each, tuple(Portion(each, tokens) for tokens in pairwise(bounds))) for each in heads]
+
+
+def count_portions(tokens: int) -> int:
+    """Messages in which the K/V of so many tokens travel. With one, buffers would outweigh what a rank saves by having fewer
+    tokens."""
+    return max(1, min(MOST_PORTIONS, tokens**2 // PORTION_PAIRS))
 
 
 @dataclass(frozen=True)
@@ -161,161 +260,3 @@ def _join_keys(pairs: list[Block]) -> list[Block]:
     # Rows of keys in front of the queries, as if they were one chunk: all of them are seen, so only their number matters.
     rows = first.q_rows[0] - (keys[1] - keys[0]), first.q_rows[0]
     return [Block(first.queries, keys, first.q_rows, rows, True)]
-
-
-class ForwardPass:
-    """Attends to keys as a transport brings them, one group of heads after another. q: [B, H, C, D]; out: [B, H, C, Dv]; log_sum:
-    [B, H, C]; largest: logits, [H], if they are counted."""
-
-    def __init__(
-        self,
-        q: Tensor,
-        own: KeyValues,
-        sinks: Tensor | None,
-        blocks: RankBlocks,
-        attention: BlockAttention,
-        counts: bool = False,
-    ):
-        self.largest = q.new_full((q.shape[1],), -inf, dtype=sums_dtype(q.dtype)) if counts else None
-        self.q, self.own, self.sinks, self.blocks, self.attention = q, own, sinks, blocks, attention
-        self.out: Tensor | None = None
-        self.log_sum = q.new_empty(q.shape[:3], dtype=sums_dtype(q.dtype))
-
-    def start(self, group: HeadGroup) -> None:
-        """Attend to this rank's own keys."""
-        # This rank's own keys first: every query sees itself, so what is merged later finds a finite sum; and the first message
-        # is on its way meanwhile.
-        self.merged = MergedOutput(self.blocks.slices.chunks, self.q.shape[2], self.q.dtype)
-        self.attend(self.blocks.whole(group), self.blocks.slices.ring_index, _select_heads(self.own, group.heads))
-
-    def attend(self, portion: Portion, source: int, held: KeyValues) -> None:
-        """Attend to a portion of the keys of the rank at index `source`."""
-        heads = _query_heads(portion.heads, self.q, self.own)
-        q = self.q[:, heads]
-        for block, tensors in self.blocks.cut(q, held, portion, source):
-            if self.largest is not None:
-                own = self.attention.find_largest(tensors, self.blocks.slices.context)
-                self.largest[heads] = self.largest[heads].maximum(own)
-            # None where the window or the documents of these sequences leave no pair, which no plan of blocks knows.
-            found = self.attention.forward(tensors)
-            if found is not None:
-                self.merged.merge(block.queries, *found)
-
-    def finish(self, group: HeadGroup) -> None:
-        """All keys have come."""
-        heads = _query_heads(group.heads, self.q, self.own)
-        # Last, once for each query: a sink in every block would count once for each block.
-        if self.sinks is not None:
-            self.merged.add_sinks(self.sinks[heads])
-        self.out = self.merged.write(self.out, heads, self.q.shape[1], self.q.dtype)
-        self.merged.write_log_sums(self.log_sum[:, heads])
-
-
-class BackwardPass:
-    """Differentiates by keys and values as a transport brings them, one group of heads after another.
-
-    q: [B, H, C, D]; result: out and its gradient [B, H, C, Dv], log-sum-exp [B, H, C]; dq: [B, H, C, D]; total: of this rank's K
-    and V.
-    """
-
-    def __init__(self, q: Tensor, result: Result, own: KeyValues, blocks: RankBlocks, attention: BlockAttention):
-        self.q, self.result, self.own, self.blocks, self.attention = q, result, own, blocks, attention
-        self.dq: Tensor | None = None
-        self.total: KeyValues | None = None
-
-    def start(self, group: HeadGroup) -> None:
-        """Sums are zero."""
-        self.dq_sums = ChunkSums(self.blocks.slices.chunks, self.q.shape[2], self.q.dtype)
-        self.sums: KeyValues | None = None
-
-    def differentiate(self, portion: Portion, source: int, held: KeyValues) -> list[Contribution]:
-        """The gradients of a portion of the K/V of the rank at index `source`, by this rank's queries."""
-        return list(self._contributions(portion, source, held))
-
-    def differentiate_own(self, group: HeadGroup) -> None:
-        """Add what this rank's queries give to its own K/V."""
-        own = _select_heads(self.own, group.heads)
-        contributions = self._contributions(self.blocks.whole(group), self.blocks.slices.ring_index, own)
-        # Where others' sums have come home already, own ones are added to them.
-        if self.sums is not None:
-            self.sums.add(contributions)
-        elif self.blocks.slices.chunks == 1:
-            # One chunk of queries and one of keys: one block.
-            ((_, dk, dv),) = contributions
-            self.sums = KeyValues(dk, dv)
-        else:
-            self.sums = self._new_sums(group.heads)
-            self.sums.set(contributions)
-
-    def _contributions(self, portion: Portion, source: int, held: KeyValues) -> Iterator[Contribution]:
-        """One at a time, so that no more than one need be held."""
-        heads = _query_heads(portion.heads, self.q, self.own)
-        for block, tensors in self.blocks.cut(self.q[:, heads], held, portion, source):
-            # Results over all keys, not of this block: then the block's part of the gradient needs no other block.
-            of = self.result
-            result = Result(*(x[:, heads, slice(*block.queries)] for x in (of.out, of.log_sum, of.gradient)))
-            found = self.attention.backward(tensors, result)
-            if found is not None:
-                self.dq_sums.add(block.queries, found[0])
-                contribution = block.keys, found[1], found[2]
-                # The consumer adds it up and drops it before the next block's is computed.
-                del found
-                yield contribution
-                del contribution
-
-    def add(self, portion: Portion, sums: KeyValues) -> None:
-        """Add what others' queries give to a portion of this rank's K/V."""
-        if self.sums is None:
-            self.sums = self._new_sums(portion.heads)
-            self.sums.set([])
-        # A portion has the same tokens of every chunk, which lie apart in the rank's own order.
-        chunks, tokens = self.blocks.slices.chunks, slice(*portion.tokens)
-        for total, given in ((self.sums.k, sums.k), (self.sums.v, sums.v)):
-            total.unflatten(2, (chunks, -1))[:, :, :, tokens] += given.unflatten(2, (chunks, -1))
-
-    def finish(self, group: HeadGroup) -> None:
-        """All has been added."""
-        heads = _query_heads(group.heads, self.q, self.own)
-        self.dq = self.dq_sums.write(self.dq, heads, self.q.shape[1], self.q.dtype)
-        assert self.sums is not None
-        # Rounded to the dtype of K and V once, here: sums over blocks and ranks are in fp32 at least.
-        if group.heads == self._all_heads:
-            self.total = KeyValues(self.sums.k.to(self.own.k.dtype), self.sums.v.to(self.own.v.dtype))
-        elif self.total is not None and self.sums.k.dtype != self.total.k.dtype:
-            place = _select_heads(self.total, group.heads)
-            place.k.copy_(self.sums.k)
-            place.v.copy_(self.sums.v)
-
-    @property
-    def _all_heads(self) -> Interval:
-        return 0, self.own.k.shape[1]
-
-    def _new_sums(self, heads: Interval) -> KeyValues:
-        """For gradients of this rank's K/V in some heads; values are not set."""
-        dtype = self.own.k.dtype
-        # The whole is made with the first group: later ones are written beside it.
-        if heads != self._all_heads and self.total is None:
-            self.total = self._new_heads(self._all_heads, dtype)
-        if self.total is not None and dtype == sums_dtype(dtype):
-            # Summed where they are to be.
-            return _select_heads(self.total, heads)
-        return self._new_heads(heads, sums_dtype(dtype))
-
-    def _new_heads(self, heads: Interval, dtype: torch.dtype) -> KeyValues:
-        return KeyValues(*(_new_heads(x, heads, dtype) for x in (self.own.k, self.own.v)))
-
-
-def _query_heads(heads: Interval, q: Tensor, own: KeyValues) -> slice:
-    """The query heads that use some key-value heads."""
-    group = q.shape[1] // own.k.shape[1]
-    return slice(heads[0] * group, heads[1] * group)
-
-
-def _select_heads(of: KeyValues, heads: Interval) -> KeyValues:
-    return KeyValues(of.k[:, slice(*heads)], of.v[:, slice(*heads)])
-
-
-def _new_heads(like: Tensor, heads: Interval, dtype: torch.dtype) -> Tensor:
-    """like: [B, H, C, D] -> [B, heads, C, D], memory in the order [B, C, heads, D], which is that of projections."""
-    B, _, C, D = like.shape
-    return like.new_empty(B, C, heads[1] - heads[0], D, dtype=dtype).transpose(1, 2)

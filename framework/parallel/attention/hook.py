@@ -9,11 +9,23 @@ has shown on a small copy.
 The registry of mask functions does not know the name, so a model computes no mask, and hands on the one that carries a
 microbatch's `Documents`.
 
-    B sequences, C tokens of each on this rank, H query heads, Hk key-value heads, D and Dv features of a head
+Indexers choose the keys of a sparse attention (DeepSeek's) over the keys of all ranks of `cp`. An indexer scores the keys of a
+sequence by a few small heads of its own, and a query of the attention sees those of the k largest scores alone. It runs without
+gradients and is Hugging Face's own, called with
+
+    attention_mask    [B, C, S] bool: what each query may see. The attention is given it as [B, 1, C, S], with the documents on
+                      it, where its model would compute no mask
+    cache             hands back the keys of all ranks, [B, S, Di], for those of this rank's tokens, [B, C, Di]
+
+It gives rows of keys, [B, C, k], to the attention function, which knows them as `indices`. A layer without an indexer of its own
+(glm_moe_dsa's) is handed the choice of the one before.
+
+    B sequences, C tokens of each on this rank, S rows of the whole sequence, H query heads, Hk key-value heads, D and Dv features
+    of a head, Di of an indexer's head
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -29,14 +41,17 @@ from framework.errors import ModelError, TopologyError
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import ContextSlices
 from framework.model.load import layer_configs
-from framework.parallel.attention.attention import TRANSPORTS, ContextAttention
+from framework.parallel.attention.attention import (
+    TRANSPORTS,
+    ContextAttention,
+    HeadMaxima,
+    LogitMaxima,
+    attend_in_graph,
+)
 from framework.parallel.attention.block_attention import BlockAttention
-from framework.parallel.attention.documents import Documents
-from framework.parallel.attention.indexers import has_indexer, hook_indexer
-from framework.parallel.attention.logit_maxima import HeadMaxima, LogitMaxima
-from framework.parallel.attention.opaque_attention import attend_in_graph
-from framework.parallel.attention.recurrent import Pieces, hook_mixers
-from framework.parallel.attention.visible_rows import Scores
+from framework.parallel.attention.pieces import Pieces
+from framework.parallel.attention.recurrent import hook_mixers
+from framework.parallel.attention.visible_rows import Documents, Scores
 from framework.parallel.attention.whole_tokens import hook_whole, tokens_of
 from framework.parallel.stage_plan import StagePlan
 from framework.recipe.layout_rules import find_uneven_heads
@@ -267,6 +282,62 @@ def _attend_within_chunks(
 def _temperature(module: Any, rows: Tensor) -> Tensor:
     steps = torch.floor((rows.float() + 1.0) / module.floor_scale)
     return (torch.log1p(steps) * module.attn_scale + 1.0).double()
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class GatheredKeys:
+    """The place of an indexer's cache of keys. gather: [B, C, Di] of this rank's tokens -> [B, S, Di] of all."""
+
+    gather: Callable[[Tensor], Tensor]
+
+    def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
+        """The keys of all ranks."""
+        return self.gather(keys)
+
+
+def has_indexer(attention: nn.Module) -> bool:
+    """Whether an attention sees keys that an indexer has chosen, its own or that of a layer before. MiniMax's chooses blocks, and
+    takes no mask."""
+    indexer = getattr(attention, "indexer", None)
+    return hasattr(attention, "indexer") and (indexer is None or "attention_mask" in _parameters_of(indexer))
+
+
+def hook_indexer(attention: Any) -> None:
+    """Have an attention with a `context_hook` choose among the keys of all ranks."""
+    attention.register_forward_pre_hook(_give_mask, with_kwargs=True)
+    if attention.indexer is not None:
+        attention.indexer.context_hook_of_keys = GatheredKeys(attention.context_hook.gather)
+        attention.indexer.register_forward_pre_hook(_give_keys, with_kwargs=True)
+
+
+def _give_mask(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    hook, given = attention.context_hook, kwargs.get("attention_mask")
+    device = (args[0] if args else kwargs["hidden_states"]).device
+    documents: Documents = hook.whole if given is None else Documents.of_mask(given) or hook.whole
+    mask: Any = find_visible(documents, hook.rows(device))[:, None]
+    mask.documents = documents
+    return args, kwargs | {"attention_mask": mask}
+
+
+def _give_keys(indexer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    # Its older name, before transformers 5.24.
+    name = "cache" if "cache" in _parameters_of(indexer) else "past_key_values"
+    return args, kwargs | {name: indexer.context_hook_of_keys}
+
+
+def _parameters_of(indexer: Any) -> Collection[str]:
+    return inspect.signature(inspect.unwrap(indexer.forward)).parameters.keys()
+
+
+def find_visible(documents: Documents, rows: Tensor) -> Tensor:
+    """Whether each query sees each key, as far as order and documents go: [B or 1, C, S]. rows: of the queries, [C] or [B, C]."""
+    first = documents.first_rows(rows.device)
+    first = first[:, rows] if rows.ndim == 1 else first[0, rows]
+    keys = torch.arange(documents.length, device=rows.device)
+    return (keys <= rows[..., None]) & (keys >= first[..., None])
 
 
 # Keyed by the class of an attention that computes something from the rows of its tokens, which a rank with some of them corrects.

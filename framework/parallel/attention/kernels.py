@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from framework.mesh.token_layout import Interval
-from framework.parallel.attention.documents import Documents, Ends
-from framework.parallel.attention.visible_rows import PieceKind
+from framework.parallel.attention.visible_rows import Documents, Ends, PieceKind
 from framework.torch_private import flash_cpu, flash_cpu_backward
 
 
@@ -80,18 +79,6 @@ class Kernel(Protocol):
         self, heads: Heads, result: Result, kind: PieceKind, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dQ, dK, dV), in the shapes of q, k and v: the piece's part of the gradients."""
-
-
-class PackedKernel(Kernel, Protocol):
-    """A kernel that takes the documents and windows of a whole square block in one call."""
-
-    def forward_packed(self, heads: Heads, packing: Packing, scale: float) -> tuple[Tensor, Tensor]:
-        """(out [B, H, n, Dv], log-sum-exp [B, H, n]) of the block."""
-
-    def backward_packed(
-        self, heads: Heads, result: Result, packing: Packing, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dQ, dK, dV), in the shapes of q, k and v: the block's part of the gradients."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +158,16 @@ def _add_mask(scores: Tensor, heads: Heads, kind: PieceKind, mask: Tensor | None
         unseen = torch.ones(per_head.shape[2:], dtype=torch.bool, device=scores.device).triu_(1)
         per_head.masked_fill_(unseen, -math.inf)
     return scores
+
+
+def merge_softmax(out: Tensor, log_sum: Tensor, more: Tensor, log_sum_of_more: Tensor) -> None:
+    """Merge `more` into out and log_sum, in place. All of one dtype.
+
+    out, more: [..., n, Dv], sum over keys of probability and value; log_sum, log_sum_of_more: [..., n], log of the sum of
+    exp(score), -inf where no key was seen.
+    """
+    out.lerp_(more, torch.sigmoid(log_sum_of_more - log_sum).unsqueeze(-1))
+    torch.logaddexp(log_sum, log_sum_of_more, out=log_sum)
 
 
 def pad(x: Tensor, head_size: int) -> Tensor:

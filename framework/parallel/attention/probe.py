@@ -5,13 +5,15 @@
 
 Equal logits say three things: tokens meet in attention only (a recurrence or a convolution would end with a row), positions are
 those that the model is told, and our attention function computes what the family's masks and scores are (windows, soft-caps,
-sinks, biases). Neither signature nor config tells which families pass; one that fails would train on without a word.
+sinks, biases). Neither signature nor config tells which families pass; one that fails would train on without a word. A config
+tells two causes more why sequences are not divided: ropes that go by the longest position, and dropout of attention.
 """
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +24,15 @@ from framework.errors import ModelError
 from framework.mesh.token_layout import ContextSlices
 from framework.mesh.topology import Axis
 from framework.model.load import FORWARD_ERRORS
-from framework.model.mixers import find_mixers
 from framework.model.probe import draw_tokens, small_copy
 from framework.model.shrink import shrink
+from framework.model.units import find_mixers
 from framework.parallel.attention.attention import ContextAttention
 from framework.parallel.attention.block_attention import BlockAttention
-from framework.parallel.attention.causes import Cause, attend_to_nothing, find_dropout, find_uneven_rope, read_dropouts
-from framework.parallel.attention.documents import Documents
-from framework.parallel.attention.hook import Attention, Hook, find_attentions, hook_attentions
-from framework.parallel.attention.recurrent import Pieces, hook_mixers
-from framework.parallel.attention.recurrent.pieces import ONE_RANK
-from framework.parallel.attention.visible_rows import Scores
+from framework.parallel.attention.hook import Attention, AttentionDropout, Hook, find_attentions, hook_attentions
+from framework.parallel.attention.pieces import ONE_RANK, Pieces
+from framework.parallel.attention.recurrent import hook_mixers
+from framework.parallel.attention.visible_rows import Documents, Scores
 from framework.parallel.attention.whole_tokens import WholeTokens, find_whole_mixers, hook_whole
 from framework.recipe.schema import Recipe
 
@@ -41,6 +41,14 @@ RANKS = 2
 LENGTHS = (5, 17, 6)
 # Among 105 families those that pass differ by at most 3e-6 in fp32, the others by at least 4e-5.
 LARGEST_DIFFERENCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a model is refused. fix: what to set, if anything but cp would do."""
+
+    what: str
+    fix: str | None = None
 
 
 def refuse_undivided_context(
@@ -145,6 +153,69 @@ def _find_whole(asked: _Asked) -> frozenset[str]:
     return frozenset(mixers) if is_exact else frozenset()
 
 
+def find_uneven_rope(config: PretrainedConfig, slices: ContextSlices, has_documents: bool) -> Iterator[Cause]:
+    """Ropes that choose between two tables by the largest position that they are told, which ranks are told differently."""
+    if (original := _original_positions(config)) is None or slices.context <= original:
+        return
+    last = [min(each.intervals[-1][1], slices.context) for each in map(slices.of_rank, range(slices.ranks))]
+    if has_documents or min(last) <= original:
+        told = "its documents have" if has_documents else "a rank has"
+        what = (
+            f"its longrope has one table for up to {original} positions, another for more, and where"
+            f" batch.context={slices.context} is more, {told} fewer (longest on a rank: {min(last)})"
+        )
+        yield Cause(what, f"batch.context={original}")
+
+
+def _original_positions(config: PretrainedConfig) -> int | None:
+    """The positions up to which the config's longrope, if it has one, takes its table for short sequences."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            return int(rope["original_max_position_embeddings"])
+    return None
+
+
+def find_dropout(config: PretrainedConfig) -> list[Cause]:
+    """The dropout of attention, if the config asks for any."""
+    dropouts = read_dropouts(config)
+    if not dropouts:
+        # A family that drops nothing by its config drops nothing.
+        return []
+    with small_copy(config, **dropouts) as model:
+        model.train()
+        hook_attentions(model, lambda: Hook(attend_to_nothing, lambda device: torch.arange(2), Documents(((0,),), 2)))
+        try:
+            model(input_ids=torch.zeros(1, 2, dtype=torch.int64))
+        except AttentionDropout as error:
+            named = [path for path in dropouts if "att" in path] or list(dropouts)
+            fix = " and ".join(f"model.config.{path}=0" for path in named)
+            return [Cause(f"{error}, and which ones would differ with how a sequence is divided", fix)]
+        except FORWARD_ERRORS:
+            pass  # in training some draw what a small copy lacks; in evaluation it ran
+    return []
+
+
+def read_dropouts(config: PretrainedConfig) -> dict[str, float]:
+    """Dropouts that the config asks for, by dotted names."""
+    found = ((path, value) for path, value in _walk(config) if "drop" in path)
+    return {path: value for path, value in found if isinstance(value, int | float) and value > 0}
+
+
+def _walk(config: PretrainedConfig) -> Iterator[tuple[str, Any]]:
+    """The config's values by dotted names."""
+    for name, value in vars(config).items():
+        if isinstance(value, PretrainedConfig):
+            yield from ((f"{name}.{inner}", each) for inner, each in _walk(value))
+        else:
+            yield name, value
+
+
+def attend_to_nothing(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    """An attention that mixes no tokens."""
+    return v.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+
 class _Probe:
     """A small copy of the model, stock, and hooked to whatever it is run with."""
 
@@ -201,14 +272,11 @@ class _Probe:
         alone = [self.model(input_ids=each).logits for each in tokens.split(rows.lengths, dim=1)]
         expected = [torch.cat(alone, dim=1)]
         if len(rows.lengths) > 1:
-            packed, changed = (self._run_packed(each, rows) for each in (tokens, self._change_first(tokens, rows)))
+            both, positions = (tokens, self._change_first(tokens, rows)), self._positions(rows)
+            packed, changed = (self.model(input_ids=each, **positions).logits for each in both)
             first = rows.lengths[0]
             expected += [packed] if _is_alike(packed[:, first:], changed[:, first:]) else []
         return expected
-
-    def _run_packed(self, tokens: Tensor, rows: "_Rows") -> Tensor:
-        logits: Tensor = self.model(input_ids=tokens, **self._positions(rows)).logits
-        return logits
 
     def _change_first(self, tokens: Tensor, rows: "_Rows") -> Tensor:
         """Other tokens in the first document."""

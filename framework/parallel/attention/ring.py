@@ -8,7 +8,7 @@ kv are the bytes of K and V of one rank's tokens in their dtype, dkv those of th
 is rounded once. A sum starts at the first rank behind its home, so it needs ring - 1 hops; what a rank's queries give to its own
 keys never travels.
 
-K and V travel in portions (`key_values`), each one message of both: all steps of one portion, then those of the next, whose first
+K and V travel in portions (`blocks`), each one message of both: all steps of one portion, then those of the next, whose first
 message is under way while the last step of the one before is computed.
 
 Gather is the other transport: every rank gets all keys and values at once (Llama 3, Dubey et al. 2024, 3.3.2). For short rings:
@@ -32,8 +32,8 @@ from framework.comm.collectives import reduce_scatter, start_all_gather
 from framework.comm.communicator import Communicator
 from framework.comm.p2p import exchange
 from framework.model.precision import sums_dtype
-from framework.parallel.attention.blocks import BackwardPass, ForwardPass
-from framework.parallel.attention.key_values import KeyValues, Portion, RingRoute
+from framework.parallel.attention.blocks import KeyValues, Portion, RingRoute
+from framework.parallel.attention.passes import BackwardPass, ForwardPass
 
 
 class Transport(Protocol):
@@ -53,7 +53,6 @@ class Ring:
         self.axis = axis
 
     def forward(self, own: KeyValues, route: RingRoute, work: ForwardPass) -> None:
-        """Have `work` attend to the K/V of all ranks of the route."""
         # The first message leaves before anything is computed.
         conveyor = _Conveyor(own, route, self.axis)
         for group in route.groups:
@@ -64,7 +63,6 @@ class Ring:
             work.finish(group)
 
     def backward(self, own: KeyValues, route: RingRoute, work: BackwardPass) -> None:
-        """Have `work` differentiate by the K/V of all ranks of the route, and add what all ranks give to this one's."""
         conveyor = _Conveyor(own, route, self.axis)
         for group in route.groups:
             work.start(group)
@@ -167,7 +165,6 @@ class Gather:
         self.axis = axis
 
     def forward(self, own: KeyValues, route: RingRoute, work: ForwardPass) -> None:
-        """Have `work` attend to the K/V of all ranks of the route: `Ring.forward`."""
         for group in route.groups:
             for portion in group.portions:
                 coming = _Gathered(own, portion, route.chunks, self.axis)
@@ -181,7 +178,6 @@ class Gather:
             work.finish(group)
 
     def backward(self, own: KeyValues, route: RingRoute, work: BackwardPass) -> None:
-        """Have `work` differentiate by the K/V of all ranks of the route: `Ring.backward`."""
         for group in route.groups:
             work.start(group)
             for portion in group.portions:

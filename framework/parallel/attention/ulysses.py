@@ -26,7 +26,7 @@ from torch import Tensor
 from framework.comm.collectives import all_gather, start_all_to_all
 from framework.comm.communicator import Communicator
 from framework.mesh.token_layout import Interval
-from framework.model.opaque_map import apply_map
+from framework.model.opaque import apply_map
 from framework.model.precision import sums_dtype
 
 # A message costs a GPU's host some copies for each rank, so it is cut where attention takes milliseconds: by the tokens of a

@@ -26,9 +26,8 @@ from framework.comm.deep_ep import (
 from framework.comm.duals import linear
 from framework.errors import ModelError
 from framework.model.matmul import RowGroups
-from framework.parallel.experts.exchange import RowExchange
 from framework.parallel.experts.route import ExpertRoute
-from framework.parallel.experts.rows import combine, spread
+from framework.parallel.experts.rows import RowExchange, combine, spread
 from framework.parallel.stage_plan import StagePlan
 
 

@@ -40,10 +40,9 @@ from framework.comm.codec import BlockCodec
 from framework.comm.collectives import all_to_all
 from framework.comm.communicator import Communicator
 from framework.comm.transfer import AsyncHostCopy
-from framework.model.expert_rows import Room, Router, find_room
+from framework.model.experts import Room, Router, find_room
 from framework.model.matmul import RowGroups
-from framework.parallel.experts.exchange import RowExchange
-from framework.parallel.experts.rows import add_up, combine, invert, permute, spread
+from framework.parallel.experts.rows import RowExchange, add_up, combine, invert, permute, round_gradient, spread
 
 
 @dataclass(frozen=True)
@@ -98,13 +97,16 @@ class DispatchPlan:
 
 class DispatchedRows:
     """The rows of some tokens on their way to the experts and back. What is called between two of its methods is
-    computed while the rows travel. codec: how hidden states travel to experts; None: as they are."""
+    computed while the rows travel. codec: how hidden states travel to experts, and gradients of results between nodes; None: as
+    they are."""
 
     def __init__(self, plan: DispatchPlan, codec: BlockCodec | None = None):
         self.plan = plan
         outer, inner = (RowExchange(hop.axis, hop.sent, hop.received, codec) for hop in (plan.outer, plan.inner))
         self._there = outer, inner
-        self._back = outer.back(), inner.back()
+        # Within a node gradients are weighted, and their product with a weight would be rounded once more.
+        self._back = outer.back(codec), inner.back()
+        self._codec = codec
         self._num_tokens = 0
         # On their way over the outer hop: hidden states, weights, ids. Over the inner one: rows.
         self._columns: tuple[Tensor, ...] = ()
@@ -157,9 +159,10 @@ class DispatchedRows:
     def arrive_back(self) -> Tensor:
         """The tokens' weighted sums of their experts' outputs, [T, H]."""
         if self.plan.places is None:
-            return self._combine()
+            return round_gradient(self._combine(), self._codec)
         (sums,), self._columns = self._back[0].arrive(*self._columns), ()
-        return self.plan.outer.spoil(add_up(sums, self.plan.places, self._num_tokens, self.plan.outer.axis.size))
+        out = add_up(sums, self.plan.places, self._num_tokens, self.plan.outer.axis.size)
+        return self.plan.outer.spoil(round_gradient(out, self._codec))
 
     def _find_own(self, ids: Tensor, nodes: Tensor) -> Tensor:
         """Numbers of experts on the node of each row.  ids: [rows, k], of the layer's; nodes: [rows] -> [rows, k] int32."""
@@ -177,8 +180,8 @@ class DispatchedRows:
 
 
 class ExpertRoute:
-    """The hops between the ranks of `ep`. outer, inner: their axes, the first between nodes. codec: how hidden states travel to
-    experts; None: as they are. padding: parallel.expert_padding; groups: (groups of experts, those that a token may choose from).
+    """The hops between the ranks of `ep`. outer, inner: their axes, the first between nodes. codec: as of `DispatchedRows`.
+    padding: parallel.expert_padding; groups: (groups of experts, those that a token may choose from).
     """
 
     def __init__(

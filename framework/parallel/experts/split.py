@@ -30,12 +30,11 @@ from framework.model.experts import (
     find_unknown_experts,
 )
 from framework.model.flops import expert_groups
-from framework.model.opaque_experts import replace_forward
+from framework.model.opaque import replace_forward
 from framework.parallel.experts.deep_rows import DeepRoute, refuse_deep_ep
-from framework.parallel.experts.dispatch import ExpertDispatch, LocalExperts, StockExperts
-from framework.parallel.experts.exchange import ROW_CODEC
+from framework.parallel.experts.dispatch import ExpertDispatch, LocalExperts, StockExperts, stand_in
 from framework.parallel.experts.route import ExpertRoute
-from framework.parallel.experts.shared import stand_in
+from framework.parallel.experts.rows import ROW_CODEC
 from framework.parallel.stage_plan import StagePlan
 from framework.recipe.schema import Recipe
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from framework.errors import ScheduleError
 from framework.lease import Lease
-from framework.parallel.pipeline.actions import ActionKind, Schedule
 from framework.parallel.pipeline.schedules import SCHEDULES, make_schedule
-from framework.parallel.pipeline.simulate import Costs, Timeline, peak_live, simulate, unit_costs
+from framework.parallel.pipeline.simulate import ActionKind, Costs, Schedule, Timeline, peak_live, simulate, unit_costs
 
 if TYPE_CHECKING:  # colors are asked for where there is no torch
     from framework.parallel.pipeline.pipeline import PipelinePlan

@@ -27,9 +27,8 @@ from framework.comm.communicator import Communicator
 from framework.comm.p2p import exchange_apart
 from framework.mesh.token_layout import TokenLayout
 from framework.model.borders import Border, message_dtype, message_width
-from framework.parallel.pipeline.actions import COMPUTE, Action, ActionKind
 from framework.parallel.pipeline.lower import FORWARDS, RECEIVES, SENDS, Lowered, StageMessage
-from framework.parallel.pipeline.simulate import Timed
+from framework.parallel.pipeline.simulate import COMPUTE, Action, ActionKind, Timed
 
 Tensors = tuple[Tensor, ...]
 MESSAGES = frozenset((*SENDS, *RECEIVES))

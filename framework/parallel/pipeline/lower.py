@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from framework.parallel.pipeline.actions import COMPUTE, Action, ActionKind, B, F, I, Schedule, V, W
-from framework.parallel.pipeline.simulate import Costs, simulate
+from framework.parallel.pipeline.simulate import COMPUTE, Action, ActionKind, B, Costs, F, I, Schedule, V, W, simulate
 
 SENDS = (ActionKind.SEND_ACTIVATION, ActionKind.SEND_GRADIENT)
 RECEIVES = (ActionKind.RECEIVE_ACTIVATION, ActionKind.RECEIVE_GRADIENT)

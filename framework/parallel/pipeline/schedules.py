@@ -21,8 +21,7 @@ from math import ceil
 from pathlib import Path
 
 from framework.errors import ScheduleError
-from framework.parallel.pipeline.actions import Action, ActionKind, B, F, I, Schedule, W, parse_action
-from framework.parallel.pipeline.simulate import validate
+from framework.parallel.pipeline.simulate import Action, ActionKind, B, F, I, Schedule, W, parse_action, validate
 
 
 class Writer:

@@ -1,15 +1,97 @@
-"""Simulation: when each action of a schedule happens, what it waits for, and how many microbatches are live at once.
+"""Actions and schedules, what ranks do in a step, as data that can be printed, checked, drawn and executed; and their
+simulation: when each action happens, what it waits for, and how many microbatches are live at once.
 
     F(s, m) needs F(s-1, m), V alike   B(s, m), I(s, m) need F(s, m) and B or I of (s+1, m)            W(s, m) needs I(s, m)
 
 A rank runs its actions one after another, in their order; a message between ranks takes `Costs.message`.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple
 
 from framework.errors import ScheduleError
-from framework.parallel.pipeline.actions import Action, ActionKind, B, F, I, Schedule, V, W
+
+
+class ActionKind(Enum):
+    """Kinds of actions.
+
+    F is the forward of a microbatch; B its whole backward; I and W its two halves, the gradient of the stage's input and, any
+    time later, the gradients of its weights; V the forward of a validation microbatch, which has no backward. `lower` adds the
+    others: messages and the lifetimes of ZeRO.
+    """
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT = "I"
+    WEIGHT = "W"
+    VALIDATION = "V"
+    RECEIVE_ACTIVATION = "RECV_F"
+    SEND_ACTIVATION = "SEND_F"
+    RECEIVE_GRADIENT = "RECV_B"
+    SEND_GRADIENT = "SEND_B"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    WAIT_REDUCE = "WAIT_REDUCE"
+
+    # Enum hashes by name, in Python. Actions are keys of dictionaries everywhere, and by identity is ten times as fast.
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+F, B, I, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT  # noqa: E741
+V = ActionKind.VALIDATION
+
+TRAINING = (F, B, I, W)
+COMPUTE = (*TRAINING, V)
+
+
+class Action(NamedTuple):
+    """One thing that a rank does: `kind`, of a stage, for a microbatch. Printed as stage, kind, microbatch: 0F3."""
+
+    # A tuple and no dataclass: the exhaustive tests make millions of them.
+
+    stage: int
+    kind: ActionKind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+
+ACTION = re.compile(rf"(\d+)({'|'.join(kind.value for kind in TRAINING)})(\d+)")
+
+
+def parse_action(text: str) -> Action:
+    """The training action of a text such as 0F3. Raises ScheduleError for other text."""
+    found = ACTION.fullmatch(text.strip())
+    if found is None:
+        raise ScheduleError(f"{text.strip()!r} is no action: stage, F, B, I or W, and microbatch, such as 0F3")
+    return Action(int(found[1]), ActionKind(found[2]), int(found[3]))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The compute actions of each rank, in order.
+
+    rank_of_stage: the rank of each stage; a rank may have several (virtual stages). num_validation: the number of validation
+    microbatches, whose numbers come after those of training.
+    """
+
+    name: str
+    num_microbatches: int
+    rank_of_stage: tuple[int, ...]
+    actions: tuple[tuple[Action, ...], ...]
+    num_validation: int = 0
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.rank_of_stage)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.actions)
 
 
 @dataclass(frozen=True)
@@ -73,8 +155,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     last_stage, owners = schedule.num_stages - 1, schedule.rank_of_stage
     clocks = [0.0] * schedule.num_ranks
     done: list[list[Timed]] = [[] for _ in schedule.actions]
-    # Sweep over the ranks, each as far as it comes, until a sweep moves nobody: then all are done or the rest deadlocks. `needs`
-    # is written out here with two dictionaries, because tests run this loop over millions of actions.
+    # Sweep over the ranks, each as far as it comes, until a sweep moves nobody: then all are done or the rest deadlocks.
+    # `needs` is written out here with two dictionaries, because tests run this loop over millions of actions.
     moved = True
     while moved:
         moved = False
@@ -113,8 +195,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 def validate(schedule: Schedule) -> Timeline:
     """Check a schedule and return its timeline with unit costs. Raises ScheduleError that lists what is wrong.
 
-    A schedule is valid if each stage has, on its own rank, F and either B or I and W of every training microbatch once, and V of
-    every validation microbatch once; and if the ranks' orders fit together without deadlock.
+    A schedule is valid if each stage has, on its own rank, F and either B or I and W of every training microbatch once, and V
+    of every validation microbatch once; and if the ranks' orders fit together without deadlock.
     """
     problems: list[str] = []
     seen: set[tuple[int, ActionKind, int]] = set()
@@ -148,18 +230,14 @@ def validate(schedule: Schedule) -> Timeline:
     return simulate(schedule, unit_costs(schedule.num_stages))
 
 
-def peak_live(schedule: Schedule, weights: Sequence[int] | None = None) -> list[int]:
-    """Largest number of live microbatches on each rank: those between their F and the end of their backward, W included.
-
-    weights: how much a live microbatch of each stage counts, such as its activations' bytes; None for 1.
-    """
-    weights = (1,) * schedule.num_stages if weights is None else weights
+def peak_live(schedule: Schedule) -> list[int]:
+    """Largest number of live microbatches on each rank: those between their F and the end of their backward, W included."""
     peaks = []
     for actions in schedule.actions:
         live = peak = 0
-        for stage, kind, _ in actions:
+        for _, kind, _ in actions:
             # I frees nothing here: the factors of the weight gradients stay until W.
-            live += weights[stage] * ((kind is F) - (kind is B or kind is W))
+            live += (kind is F) - (kind is B or kind is W)
             peak = max(peak, live)
         peaks.append(peak)
     return peaks
@@ -209,7 +287,8 @@ def _explain_deadlock(schedule: Schedule, positions: Sequence[int]) -> str:
 
 Gaps = tuple[tuple[float, float], ...]
 
-# Relative to the length of the step. Costs are floats and times their sums, so a gap of exactly one forward may be an ulp short.
+# Relative to the length of the step. Costs are floats and times their sums, so a gap of exactly one forward may be an ulp
+# short.
 ROUNDING = 1e-9
 
 

@@ -20,8 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from framework.errors import ModelError
 from framework.model.experts import count_all_experts, find_unknown_experts, holds_experts
-from framework.model.mixers import form_of_mixer
-from framework.model.units import find_layers
+from framework.model.units import find_layers, form_of_mixer
 from framework.parallel.tensor.rules import (
     FAMILIES,
     HEAD_DIMS,
@@ -51,11 +50,6 @@ class RegionPlan:
     roles: Mapping[str, Role]
     experts: tuple[str, ...]
     is_block: bool
-
-
-def holder(name: str) -> str:
-    """The module that computes with a weight's layer: its parent, or the parent of the module that wraps it."""
-    return name.removesuffix(".linear").rpartition(".")[0]
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Rules: what each module of a decoder layer is under tensor parallelism, as data.
 
-A role is `column`, `row`, `replicated` or `norm` with the arrangement (`partition.ARRANGEMENTS`) of the dim that is split:
+A role is `column`, `row`, `replicated` or `norm` with the arrangement (`ARRANGEMENTS`) of the dim that is split:
 
     column:ARRANGEMENT   Y_r = X W_r^T + b_r       W, b split along the outputs; X is whole, Y_r this rank's features
     row:ARRANGEMENT      Y = sum_r X_r W_r^T + b   W split along the inputs; b added once
@@ -18,15 +18,19 @@ from types import MappingProxyType
 
 from transformers import PretrainedConfig
 
-from framework.model.mixers import CHANNEL_DELTA_RULE, CONVOLUTION, DELTA_RULE, STATE_OF_CHANNELS, STATE_OF_HEADS
-from framework.parallel.tensor.partition import ARRANGEMENTS
+from framework.model.units import CHANNEL_DELTA_RULE, CONVOLUTION, DELTA_RULE, STATE_OF_CHANNELS, STATE_OF_HEADS
 
+# Words for what lies along a dim of a weight: see `partition`.
+ARRANGEMENTS = (
+    "", "pair", "triple", "heads", "kv_heads", "qkv", "per_head", "groups", "block_qvk",
+    "linear_key_heads", "linear_value_heads", "linear_channels", "state_rows", "state_channels",
+)  # fmt: skip
 KINDS = ("column", "row", "sum", "replicated", "outside", "norm")
 
 
 @dataclass(frozen=True)
 class Role:
-    """`kind`: one of KINDS; `arrangement`: one of partition.ARRANGEMENTS."""
+    """`kind`: one of KINDS; `arrangement`: one of ARRANGEMENTS."""
 
     kind: str
     arrangement: str = ""
@@ -36,6 +40,11 @@ def parse_role(text: str) -> Role | None:
     """The role that `text` names, None if it names none."""
     kind, _, arrangement = text.partition(":")
     return Role(kind, arrangement) if kind in KINDS and arrangement in ARRANGEMENTS else None
+
+
+def holder(name: str) -> str:
+    """The module that computes with a weight's layer: its parent, or the parent of the module that wraps it."""
+    return name.removesuffix(".linear").rpartition(".")[0]
 
 
 # Keyed by the last part of a module's name. A name means the same in all families that use it, but for FAMILIES.

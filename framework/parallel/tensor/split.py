@@ -22,12 +22,30 @@ from framework.model.matmul import MatmulLinear
 from framework.model.units import find_last_module, find_layers
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor.borders import ShardedBorder, make_border
-from framework.parallel.tensor.find_regions import RegionPlan, find_regions, holder
-from framework.parallel.tensor.heads import count_heads, divide_numbers, refuse_fixed_attention
-from framework.parallel.tensor.layers import ColumnLinear, RowLinear, SplitRMSNorm, look_up_locally
-from framework.parallel.tensor.partition import FEATURES, Counts, PartitionedDim, SplitParameters, partition
+from framework.parallel.tensor.find_regions import RegionPlan, find_regions
+from framework.parallel.tensor.layers import (
+    ColumnLinear,
+    RowLinear,
+    SplitRMSNorm,
+    StateColumn,
+    SummedRowLinear,
+    divide_mixer,
+    look_up_locally,
+    split_gated_norm,
+)
+from framework.parallel.tensor.partition import (
+    FEATURES,
+    Counts,
+    PartitionedDim,
+    SplitParameters,
+    count_heads,
+    divide_numbers,
+    partition,
+    refuse_fixed_attention,
+)
 from framework.parallel.tensor.regions import (
     Region,
+    RngStreams,
     change_argument,
     end_outside,
     end_region,
@@ -38,15 +56,9 @@ from framework.parallel.tensor.regions import (
     scatter,
     start_outside,
     take_back,
+    uses_rng_in_training,
 )
-from framework.parallel.tensor.rng import RngStreams, uses_rng_in_training
-from framework.parallel.tensor.rules import PARAMETERS, TOKEN_ARGUMENTS, WEIGHT_BEFORE_CAST, Role
-from framework.parallel.tensor.state_space import (
-    StateColumn,
-    SummedRowLinear,
-    divide_mixer,
-    split_gated_norm,
-)
+from framework.parallel.tensor.rules import PARAMETERS, TOKEN_ARGUMENTS, WEIGHT_BEFORE_CAST, Role, holder
 
 NO_HEADS = Counts(1, 1)
 

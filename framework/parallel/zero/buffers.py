@@ -33,8 +33,7 @@ from framework.comm.transfer import CopyStream, Download, fetch, start_copy, wri
 from framework.errors import LayoutError
 from framework.mesh.layout import Layout
 from framework.model.matmul import Accumulate, RowGroups, accumulate_matmul, accumulate_stacked_matmul
-from framework.parallel.zero.lifetimes import Home
-from framework.parallel.zero.plan_buffers import BufferPlan, Slot
+from framework.parallel.zero.buffer_plan import BufferPlan, Home, Slot
 from framework.parallel.zero.row_codes import RowCodec
 
 # Calls that add weight gradients which a backward has left for later, by the unit's name.

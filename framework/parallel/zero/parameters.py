@@ -1,4 +1,5 @@
-"""Parameters: unsharded unit by unit just before their use, and resharded when the use is over.
+"""Parameters: their initial values, cut from a unit that was drawn whole, or read from a folder of pretrained weights, of which a
+rank reads only the boxes that it owns; unsharded unit by unit just before their use, and resharded when the use is over.
 
 A unit's parameters are views of one flat tensor for the whole run, and autograd keeps some of these views for backward. So
 the memory of a resharded unit goes back by shrinking the tensor's storage to nothing, and comes again in place (as in FSDP,
@@ -6,23 +7,123 @@ Zhao et al. 2023): every view stays true. The all-gather lands in the tensor its
 FSDP2 gathers a group of parameters into one tensor and copies each of them out of it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from framework.comm.algorithms import ExposedCommunication, Pending, then
-from framework.comm.collectives import start_all_gather
+from framework.comm.collectives import all_reduce, start_all_gather
 from framework.comm.communicator import Communicator
 from framework.comm.transfer import Arrival, fetch, start_copy, write_across
-from framework.parallel.zero.buffers import UnitBuffer
-from framework.parallel.zero.lifetimes import Home
+from framework.mesh.layout import Box, Layout
+from framework.model.adapters import MAGNITUDE, holds_transposed, is_adapter, measure_rows, weight_of
+from framework.model.initial import persistent_buffers
+from framework.model.weights import read_weights
+from framework.parallel.zero.buffer_plan import Home, Slot
+from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
+from framework.parallel.zero.row_codes import RowCodec, widen
 
-if TYPE_CHECKING:
-    from framework.parallel.zero.fp8_gather import Fp8Gather
+# Write a box's values to where this rank keeps them.
+Write = Callable[[Tensor], Any]
+
+UNSCALED: Mapping[str, float] = MappingProxyType({})
+
+
+def initialize_parameters(
+    buffers: Sequence[UnitBuffer], drawn: Iterable[Mapping[str, Tensor]], scales: Mapping[str, float] = UNSCALED
+) -> None:
+    """Copy this rank's elements of what is drawn, whole parameters by name, to the masters of the buffers that hold them. scales:
+    factors of some of them."""
+    for values in drawn:
+        for buffer in buffers:
+            for slot in (slot for slot in buffer.slots if slot.name in values):
+                whole = values[slot.name] * scales.get(slot.name, 1.0)
+                for box, write in _find_places(buffer, slot, buffer.master_at_home):
+                    write(whole[box.slices()])
+        del values  # or it would live on while the next one is drawn
+
+
+def _find_places(buffer: UnitBuffer, slot: Slot, master: Tensor | StoredTensor) -> Iterator[tuple[Box, Write]]:
+    """The boxes that are read of a parameter, and what writes each: to the flat master, in the order of boxes, or as codes, for
+    which whole blocks are read."""
+    codec, held = buffer.plan.dtypes.codec, buffer.plan.held[slot.name]
+    first = held.start
+    for box in held.layout.boxes():
+        if isinstance(codec, RowCodec):
+            wide = widen(box, slot.layout.shape)
+            yield wide, partial(codec.write, buffer.shard, buffer.plan.start, first, box, slot.layout)
+        else:
+            low = first - buffer.plan.start
+            yield box, partial(_copy_flat, master[low : low + box.numel])
+        first += box.numel
+
+
+def _copy_flat(target: Tensor | StoredTensor, values: Tensor) -> None:
+    if isinstance(target, Tensor):
+        target.copy_(values.flatten())
+    else:
+        target.write(values.flatten().cpu())
+
+
+def load_pretrained(
+    stock: PreTrainedModel, buffer_values: Mapping[str, Tensor], buffers: Sequence[UnitBuffer], folder: Path
+) -> None:
+    """Read the unit buffers' masters, only the boxes that this rank owns, and the persistent buffers of `stock` into
+    `buffer_values`. Masters on a disk are read one by one, through memory for one. Raises what `read_weights` raises."""
+    _load(stock, buffer_values, [buffer for buffer in buffers if buffer.stored is None], folder)
+    for buffer in (buffer for buffer in buffers if buffer.stored is not None):
+        with buffer.master_in_memory(is_changed=True):
+            _load(stock, {}, [buffer], folder)
+
+
+def _load(
+    stock: PreTrainedModel, buffer_values: Mapping[str, Tensor], buffers: Sequence[UnitBuffer], folder: Path
+) -> None:
+    places: dict[str, dict[Box, list[Write]]] = defaultdict(lambda: defaultdict(list))
+    for buffer in buffers:
+        for slot in buffer.slots:
+            for box, write in _find_places(buffer, slot, buffer.master):
+                if slot.name.endswith(MAGNITUDE):
+                    # Magnitudes start as lengths of whole rows of their weights, which are read for that.
+                    weight, dtype = weight_of(slot.name), buffer.master.dtype
+                    measure = partial(_write_lengths, write, _is_transposed(stock, weight), dtype)
+                    places[weight][_whole_rows(stock, weight, box)].append(measure)
+                elif not is_adapter(slot.name):  # no folder has adapters
+                    places[slot.name][box].append(write)
+    for name in persistent_buffers(stock).keys() & buffer_values.keys():
+        tensor = buffer_values[name]
+        for box in Layout(tuple(tensor.shape)).boxes():
+            places[name][box].append(partial(_copy_flat, tensor.view(-1)))
+    wanted = {name: list(boxes) for name, boxes in places.items()}
+    for name, box, values in read_weights(folder, stock, wanted):
+        # Into the master and not the parameter: a file in fp32 keeps its bits where forward reads bf16.
+        for write in places[name][box]:
+            write(values)
+
+
+def _write_lengths(write: Write, is_transposed: bool, dtype: torch.dtype, values: Tensor) -> None:
+    write(measure_rows(values.to(dtype), is_transposed))
+
+
+def _whole_rows(stock: PreTrainedModel, weight: str, rows: Box) -> Box:
+    """The box of whole rows of a weight.  rows: of its outputs, [N]."""
+    (start,), (count,) = rows.offsets, rows.sizes
+    first, second = stock.get_parameter(weight).shape
+    if _is_transposed(stock, weight):
+        return Box((0, start), (first, count))
+    return Box((start, 0), (count, second))
+
+
+def _is_transposed(stock: PreTrainedModel, weight: str) -> bool:
+    return holds_transposed(stock.get_submodule(weight.rpartition(".")[0]))
 
 
 class ParameterSync:
@@ -48,10 +149,12 @@ class ParameterSync:
         self._unshards: dict[int, list[Pending]] = {}
         self._has_old_parts = True  # where replicas divide the update, each has updated only what it owns
         self._part_updates: dict[int, list[Pending]] = {}
-        self._fp8 = _find_fp8(units)
+        coded = [buffer for unit in units for buffer in unit if buffer.plan.dtypes.gathered is not None]
+        self._fp8 = Fp8Gather(coded) if coded else None
 
     def start_unshard(self, index: int) -> None:
-        """Start to unshard a unit that is not there and not on its way: (n-1)/n of its bytes from each rank of the shard axis."""
+        """Start to unshard a unit that is not there and not on its way: (n-1)/n of its bytes from each rank of the shard
+        axis."""
         if index in self.unsharded:
             return
         self._start_part_updates()
@@ -149,17 +252,6 @@ def _gather_part(buffer: UnitBuffer, part: Tensor) -> Pending:
     return start_all_gather(part, buffer.owned(part), buffer.plan.axes.update, f"updated part of {buffer.unit}")
 
 
-def _find_fp8(units: Sequence[Sequence[UnitBuffer]]) -> "Fp8Gather | None":
-    """The all-gather of weights that travel as fp8 numbers; None where none do."""
-    buffers = [buffer for unit in units for buffer in unit if buffer.plan.dtypes.gathered is not None]
-    if not buffers:
-        return None
-    # torchao is an optional dependency, and takes two seconds to import.
-    from framework.parallel.zero.fp8_gather import Fp8Gather
-
-    return Fp8Gather(buffers)
-
-
 def _find_source(buffer: UnitBuffer) -> tuple[Tensor, Communicator]:
     """This rank's share of an all-gather, as it keeps it, and the axis over which it goes: that of the second copy, if there is
     one that is not old, else the shard axis. The same on all ranks of that axis."""
@@ -186,8 +278,8 @@ def _take_full(buffer: UnitBuffer) -> Tensor:
 
 
 def _start_unshard(buffer: UnitBuffer, fp8: "Fp8Gather | None") -> Pending:
-    """All-gather over the shard axis, or over that of the second copy: the share of each rank into [numel_padded], in place where
-    parameters travel as they are read; codes arrive in other memory, from which they are decoded."""
+    """All-gather over the shard axis, or over that of the second copy: the share of each rank into [numel_padded], in place
+    where parameters travel as they are read; codes arrive in other memory, from which they are decoded."""
     full, plan, (held, axis) = _take_full(buffer), buffer.plan, _find_source(buffer)
     arriving = full.new_empty(plan.arriving_bytes, dtype=torch.uint8) if plan.is_decoded else full
     share, label = arriving.view(axis.size, -1)[axis.rank], f"parameters of {buffer.unit}"
@@ -227,3 +319,63 @@ def _unversioned(tensor: Tensor) -> Tensor:
     for backward has been changed; the unshard before backward brings the very values that forward has read, so it must not
     count as a change."""
     return tensor.data
+
+
+class Fp8Gather:
+    """All-gathers of the buffers of one stage whose weights travel as fp8: half the bytes, and not one bit of the run changes.
+
+    What multiplies the weights casts them to fp8 anyway, with one scale for the whole weight (`model/fp8.py`). Here each rank
+    casts its part before the all-gather, with that same scale, for which the ranks agree on the largest absolute value, once
+    after each update. Scales are powers of two, so what arrives is exact in bf16, and its own cast gives the same fp8 numbers
+    again.
+
+    buffers: all on the same axes.
+    """
+
+    def __init__(self, buffers: Sequence[UnitBuffer]):
+        self._buffers = buffers
+        self._scales: dict[int, Tensor] = {}
+
+    def find_scales(self) -> None:
+        """Agree on the scale of each weight, from what each rank owns of it: an all-reduce of a number for each weight. After
+        each update, before the first `encode`."""
+        # torchao is an optional dependency, and takes two seconds to import.
+        from framework.model.fp8 import scale_of
+
+        views = [buffer.held(slot, buffer.owned(buffer.shard))[1] for buffer in self._buffers for slot in buffer.slots]
+        device = self._buffers[0].full.device
+        largest = torch.zeros(len(views), device=device)
+        filled = [index for index, view in enumerate(views) if view.numel()]
+        if filled:
+            found = torch._foreach_norm([views[index] for index in filled], float("inf"))
+            largest[filled] = torch.stack([fetch(each, device) for each in found]).float()
+        axes = self._buffers[0].plan.axes
+        for axis in (axes.update, axes.shard):
+            all_reduce(largest, axis, "max", label="scales of fp8")
+        scales = scale_of(largest, torch.float8_e4m3fn)
+        counts = [len(buffer.slots) for buffer in self._buffers]
+        self._scales = dict(zip(map(id, self._buffers), scales.split(counts), strict=True))
+
+    def encode(self, buffer: UnitBuffer) -> Tensor:
+        """This rank's part as it travels: [numel_part] uint8, on the device."""
+        from framework.model.fp8 import cast
+
+        plan, scales, part = buffer.plan, self._scales[id(buffer)], fetch(buffer.shard, buffer.full.device)
+        sent = torch.zeros(plan.numel_part, dtype=torch.uint8, device=part.device)
+        for index, slot in enumerate(plan.slots):
+            low, high = _clip(slot, plan.part_start, plan.numel_part)
+            sent.view(torch.float8_e4m3fn)[low:high] = cast(part[low:high], scales[index], torch.float8_e4m3fn)
+        return sent
+
+    def decode(self, buffer: UnitBuffer, arrived: Tensor, full: Tensor) -> None:
+        """Write the parts that have come.  arrived: [numel_padded] uint8; full: [numel_padded] bf16."""
+        scales, numbers = self._scales[id(buffer)], arrived.view(torch.float8_e4m3fn)
+        for index, slot in enumerate(buffer.slots):
+            of_slot = slice(slot.start, slot.stop)
+            torch.div(numbers[of_slot].to(full.dtype), scales[index], out=full[of_slot])
+
+
+def _clip(slot: Slot, start: int, length: int) -> tuple[int, int]:
+    """The slot's elements within [start, start + length), as a range that counts from `start`."""
+    low, high = max(slot.start, start) - start, min(slot.stop, start + length) - start
+    return low, max(low, high)

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from framework.comm.fused import Fused
 from framework.comm.transfer import fetch, upload
-from framework.mesh.box import Box, interval_to_boxes
-from framework.mesh.layout import Layout
+from framework.mesh.layout import Box, Layout, interval_to_boxes
 
 RowKind = Literal["nf4", "fp8"]
 BLOCK = 64
@@ -107,7 +106,7 @@ class TorchRows:
 
 
 def _load_triton() -> Any:
-    from framework.parallel.zero.triton_rows import TritonRows
+    from framework.comm.triton_codec import TritonRows
 
     return TritonRows()
 

@@ -12,18 +12,27 @@ tokens do to a state, and B_p the state behind it if it begins with none. What i
 piece, however long these are. The adjoint of either way back is autograd's: the sender gets the window's gradient, and a map's
 gradient is the sum over all ranks that have applied it.
 
+The short convolution of a mixer is here, since a window is all that it needs: depthwise and causal, over the last K tokens,
+
+    y_t = f( b + sum_{j < K} w_j x_{t-j} )        x_{t-j} = 0 in front of the token's document
+
+for each channel alone.
+
 Documents are known by one number for each token: the place in its piece, negative where it lies before, of the first token of
 its document. A token sees those from there on.
 
-    B sequences, T tokens of each on this rank, in P pieces of N; `all` pieces of a sequence on all ranks
+    B sequences, T tokens of each on this rank, in P pieces of N; `all` pieces of a sequence on all ranks; D channels
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from transformers.activations import ACT2FN
 
 from framework.comm import duals
 from framework.comm.communicator import Communicator
@@ -31,8 +40,8 @@ from framework.comm.p2p import exchange
 from framework.comm.transfer import upload
 from framework.mesh.token_layout import ContextSlices
 from framework.mesh.topology import Axis
-from framework.model.opaque_map import apply_map
-from framework.parallel.attention.documents import Documents
+from framework.model.opaque import apply_map
+from framework.parallel.attention.visible_rows import Documents
 
 # The axis of a caller with whole sequences, outside of any layout.
 ONE_RANK = Communicator(Axis("cp", 1, 0))
@@ -165,3 +174,37 @@ class _Windows:
         if sends or receives:
             exchange(sends, receives, self._cp, "windows of tokens").wait()
         return [torch.stack(came, dim=1)]
+
+
+def convolve(
+    pieces: Pieces,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_others: Any,
+) -> Tensor:
+    """Called as transformers' `causal_conv1d_fn`: hidden_states [B, D, T], weight [D, K], bias [D] -> [B, D, T]."""
+    length = weight.shape[-1] - 1
+    x = pieces.cut(hidden_states.transpose(1, 2)).to(weight.dtype)
+    # [B, P, D, K - 1 + N]
+    x = torch.cat([pieces.window(x, length), x], dim=2).transpose(2, 3)
+    starts = pieces.starts(x.device)
+    if starts is None:
+        y = F.conv1d(x.flatten(0, 1), weight[:, None], bias, groups=len(weight)).unflatten(0, x.shape[:2])
+    else:
+        y = _convolve_documents(x, weight, bias, starts)
+    y = y if activation is None else ACT2FN[activation](y)
+    return pieces.join(y.transpose(2, 3)).transpose(1, 2).to(hidden_states.dtype)
+
+
+def _convolve_documents(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor) -> Tensor:
+    """x: [B, P, D, K - 1 + N], weight [D, K], bias [D], starts [B or 1, P, N] -> [B, P, D, N]."""
+    taps, tokens = weight.shape[-1], starts.shape[-1]
+    places = torch.arange(tokens, device=x.device)
+    y = weight[:, -1:] * x[..., taps - 1 :]
+    # Left out and not taken back: the sum has exactly what a document's own tokens give.
+    for back in range(1, taps):
+        is_own = (starts <= places - back)[:, :, None]
+        y = y + weight[:, taps - 1 - back, None] * x[..., taps - 1 - back : taps - 1 - back + tokens].where(is_own, 0)
+    return y if bias is None else y + bias[:, None]
