@@ -406,7 +406,7 @@ class SaveOnly(Loop):
             account(HERE.counts)
         HERE.phase = None
 
-    def must_validate(self) -> bool:
+    def is_validated(self, step: int) -> bool:
         return False
 
 

@@ -79,6 +79,8 @@ ACTIONS = (
     refused(f"check --model {QUICK} batch.context=99999", "2,048 positions", r"batch\.context=2048"),
     refused("train run.id=nosuch", "there is no run runs/nosuch"),
     refused("status nosuch", "nosuch"),
+    refused("inspect nosuch", "there is no folder runs/nosuch"),
+    refused("evaluate first second --tasks sums.jsonl", "first is named before second"),
     refused("train ~model model.weights=/no/such/folder data=files data.sources.files.path=texts", "/no/such/folder"),
     refused("train ~model model.weights=weights data=files data.sources.files.path=texts", "no tokenizer", "model.tokenizer"),
     refused("train ~model model.weights=org/name data=files data.sources.files.path=texts", "hf download org/name"),

@@ -4,7 +4,7 @@ Each rank's list is written without the others; that they fit together is proved
 """
 
 from framework.extend import pipeline_schedule
-from framework.parallel.pipeline.actions import B, F
+from framework.parallel.pipeline.simulate import B, F
 
 
 @pipeline_schedule("eager_1f1b")

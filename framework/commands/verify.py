@@ -42,12 +42,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Compare, and print the evidence."""
     recipe = compose_recipe(arguments)
     with loading_libraries():
-        from framework.verify.command import check_coordinates, verify
+        from framework.verify.command import verify
         from framework.verify.prepare import VerifyOptions
 
     names = ("model_config", "dtype", "steps", "ranks", "device", "strict")
     options = VerifyOptions(**{name: getattr(arguments, name) for name in names})
     if arguments.coordinates is not None:
+        from framework.verify.command import check_coordinates
+
         return check_coordinates(
             recipe, picture=arguments.coordinates, steps=arguments.steps, num_widths=arguments.widths
         )

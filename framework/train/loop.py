@@ -188,14 +188,6 @@ class Loop:
         """Where to save the step now: nowhere, into a checkpoint, into the nodes' memory, or both."""
         return self.policy.find_goal(self.state, self._flags)
 
-    def must_validate(self) -> bool:
-        """Whether the weights are to be validated now."""
-        return self._is_validated(self.state.step)
-
-    def must_evaluate(self) -> bool:
-        """Whether they are to be scored on tasks now."""
-        return self.evaluation.is_due(self.state.step)
-
     def go_back_to(self, state: RunState) -> None:
         """Go on from an older state, with which the run has been filled, and forget all that came after it."""
         self.state, self.rewind_due = state, None
@@ -398,14 +390,14 @@ class Loop:
     def _is_reported(self, step: int) -> bool:
         """Whether the step is reported. Known before it, so that the step itself finds what only reports need."""
         every = self.recipe.track.every_steps
-        is_watched = self._is_validated(step) or self.evaluation.is_due(step)
+        is_watched = self.is_validated(step) or self.evaluation.is_due(step)
         return step % every == 0 or is_watched or step == self.recipe.train.steps
 
     def _is_compared(self, step: int) -> bool:
         every = self.recipe.train.divergence_check_steps
         return self.recipe.track.debug_collectives or (every is not None and step % every == 0)
 
-    def _is_validated(self, step: int) -> bool:
+    def is_validated(self, step: int) -> bool:
         """Whether the step's weights are to be validated."""
         every = self.recipe.train.validate_every_steps
         return every is not None and (step % every == 0 or step == self.recipe.train.steps)

@@ -305,7 +305,7 @@ def _train_steps(
         loop.compare_replicas(is_saved=False)
         if step == recipe.track.timeline_step:
             _draw_timeline(plan, loop, lease, observers, clock)
-        validates, evaluates = loop.must_validate(), loop.must_evaluate()
+        validates, evaluates = loop.is_validated(step), loop.evaluation.is_due(step)
         if (validates or evaluates) and loop.rewind_due is None:
             open_validation = partial(_open_validation, plan, prepared, mesh, loop)
             if recipe.train.ema is not None and (validates or recipe.eval.average):

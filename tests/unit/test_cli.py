@@ -348,6 +348,9 @@ class TestArguments:
         code, _, err = run("export", "some-run", "--to", str(tmp_path), "--step", "7", "--best")
         assert (code, exported) == (EXIT_USER, [])
         assert "--best: not allowed with argument --step" in err
+        rooms("framework.commands.trained_model", "export_model", error=OSError(28, "No space left on device", "out/x"))
+        code, _, err = run("export", "some-run", "--to", str(tmp_path / "out"))
+        assert (code, "no room at out/x (No space left on device)" in err) == (EXIT_USER, True)
         inspected = rooms("framework.checkpoint.load", "inspect_command")
         run("inspect", str(tmp_path))
         assert inspected.pop() == (tmp_path,)
