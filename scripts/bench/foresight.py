@@ -1,6 +1,6 @@
 """Forecasts held against published runs: nanotron on H100s, as the Ultra-Scale Playbook measured it.
 
-    python scripts/bench/foresight.py --csv FILE [--json] [--worst 10] [--fit]
+    python scripts/bench/foresight.py --csv FILE [--json] [--worst 10] [--told] [--fit]
 
 The file has a row for each run: size (1B, 3B, 8B, 80B), nodes of eight H100, dp, tp, pp, mbs, ga, gbs, zero; tps, tokens per
 second and GPU, and mem, peak allocated GiB of the first stage's rank, both empty where the run failed. Forecasts are those of
