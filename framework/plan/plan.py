@@ -405,7 +405,7 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         whole_mixers,
         qk_rows,
     )
-    shared = plan.shape.ranks_per_matrix(plan.candidate) if recipe.optim.name == "muon" else 1
+    shared = plan.shape.sharing(plan.candidate)[0] if recipe.optim.name == "muon" else 1
     return plan if shared == topology.matrix else replace(plan, topology=replace(topology, matrix=shared))
 
 

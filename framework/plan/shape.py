@@ -252,24 +252,25 @@ class ModelShape:
         return MatrixWork(numel / total, shared / total, of_heads / total, flops / total, grams / total, dearest)
 
     @remember("dp", "cp", "tp", "pp", "ep", "expert_tp", "shard", "ranks_per_node")
-    def ranks_per_matrix(self, c: Candidate) -> int:
-        """Ranks that share a matrix which is no expert's. `auto`: as few neighbours on a node as leave no owner a tenth more work
-        than the mean, or the least; counted with equal stages."""
-        stated = self.recipe.optim.muon.ranks_per_matrix
-        if stated != "auto" or self.matrices(1).dearest < WORTH_SHARING:
-            return 1 if stated == "auto" else stated
-        owners = c.shard * c.tp
-        near = owners if c.world <= c.ranks_per_node else count_node_neighbours(owners, 1, c.ranks_per_node)
+    def sharing(self, c: Candidate) -> tuple[int, float]:
+        """Ranks that share a matrix which is no expert's, and the busiest owner's work over the mean, counted with equal stages.
+        `auto`: as few neighbours on a node as leave no owner a tenth more work, or the least that any number leaves."""
+        stated, owners, tp = self.recipe.optim.muon.ranks_per_matrix, c.shard * c.tp, c.tp
         layers = [unit.parameters for unit in self.units if unit.is_layer]
         bounds = [len(layers) * place // c.pp for place in range(c.pp + 1)]
         stages = [chain.from_iterable(layers[start:stop]) for start, stop in pairwise(bounds)]
         held = [[self.forms[name] for name in names if name in self.forms] for names in stages]
+        near = owners if c.world <= c.ranks_per_node else count_node_neighbours(owners, 1, c.ranks_per_node)
+        choices = [each for each in divisors(near) if each % tp == 0 or tp % each == 0]
+        if stated != "auto" or self.matrices(1).dearest < WORTH_SHARING:
+            choices = [1 if stated == "auto" else stated]
         balances: dict[int, float] = {}
-        for ranks in (each for each in divisors(near) if each % c.tp == 0 or c.tp % each == 0):
+        for ranks in choices:
             balances[ranks] = max(self._balance(stage, c, ranks) for stage in held)
             if balances[ranks] <= UNEVEN:
                 break
-        return min(balances, key=lambda ranks: balances[ranks])
+        best = min(balances, key=lambda ranks: balances[ranks])
+        return best, balances[best]
 
     def _balance(self, stage: Sequence[tuple[MatrixForm, torch.Size]], c: Candidate, ranks: int) -> float:
         """The busiest owner's work over the mean, of a stage with these weights."""

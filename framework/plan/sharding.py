@@ -258,10 +258,10 @@ class Update:
 
     def _orthogonalize(self, elements: float, c: Candidate) -> float:
         """Seconds of Muon's iterations, and of the way of matrices to their owners and back, for a rank that owns so many
-        elements and as many of whole matrices; a step waits for the owner of the dearest one."""
+        elements and as many of whole matrices; a step waits for the busiest owner."""
         if self.settings.optim.name != "muon":
             return 0.0
-        ranks, hidden, settings = self.shape.ranks_per_matrix(c), self.shape.hidden, self.settings.optim.muon
+        (ranks, balance), hidden, settings = self.shape.sharing(c), self.shape.hidden, self.settings.optim.muon
         work, send = self.shape.matrices(ranks), self.cluster.collective
         dtype = "bf16" if settings.dtype == "bf16" else "fp32"
         per_flop = self.cluster.matmul_seconds(hidden, hidden, hidden, dtype) / (2.0 * hidden**3)
@@ -275,7 +275,7 @@ class Update:
         way = 2 * sum(send("all_to_all", num_bytes * part, each) for each, part in hops)
         rows = num_bytes * work.grams * ranks * settings.steps
         way += send("all_to_all", rows, team) + 2 * send("all_gather", rows, team)
-        return max(elements * work.flops, work.dearest) * per_flop + way
+        return elements * work.flops * balance * per_flop + way
 
     def save(self, elements: float, c: Candidate, step_s: float) -> tuple[float, float]:
         """(seconds for which a save holds training up, seconds from one save to the next); 0 and 0 where nothing is saved on the
