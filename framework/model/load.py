@@ -306,3 +306,37 @@ def _read_by_model(config: PretrainedConfig) -> set[str]:
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     source = inspect.getsource(sys.modules[model.__module__]) if model is not None else ""
     return set(re.findall(r'getattr\((?:self\.)?config, "(\w+)"', source))
+
+
+# Families whose layers call torch.seed(), which reads the clock, in each forward: reversible layers replay their dropout by it.
+FRESH_SEEDS = ("reformer",)
+
+
+def refuse_dropped_layers(config: PretrainedConfig, pp: int, tp: int) -> None:
+    """Raises ModelError where ranks would drop other layers than one process: the model draws in front of a layer, in a stream
+    that depends on where it is cut, and a stage whose first layer is dropped would not read what it has received."""
+    degrees = {"pp": pp, "tp": tp}
+    found = {key: value for key, value in config.to_dict().items() if "layerdrop" in key and value}
+    for key, value in found.items():
+        if max(degrees.values()) > 1:
+            split = " and ".join(f"parallel.{axis}={degree}" for axis, degree in degrees.items() if degree > 1)
+            raise ModelError(
+                f"model.config.{key}={value} leaves out whole layers at random, which {split} cannot do alike on all ranks:"
+                f" set model.config.{key}=0.0, or use data parallelism and ZeRO"
+            )
+
+
+def refuse_fresh_seeds(config: PretrainedConfig) -> None:
+    """Raises ModelError for a family that seeds torch's generator anew, in each forward of its training; and for one that has no
+    number of decoder layers, of which units, stages and a small copy are made."""
+    text = config.get_text_config()
+    if all(getattr(text, name, None) is None for name in ("num_hidden_layers", "layer_types")):
+        raise ModelError(
+            f"model.family={config.model_type}: its config has no num_hidden_layers, and so no one list of decoder layers that"
+            " could be sharded, cut or counted (blt is four models within one another): choose another family"
+        )
+    if config.model_type in FRESH_SEEDS:
+        raise ModelError(
+            f"model.family={config.model_type} takes a new random seed in every forward, so that no run of it could be"
+            " repeated, resumed or verified: choose another family"
+        )

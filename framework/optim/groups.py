@@ -1,4 +1,4 @@
-"""Learning rate and weight decay of each parameter: pure functions of names and shapes, and of the step.
+"""Learning rate and weight decay of each parameter: pure functions of the whole model's names and shapes, and of the step.
 
 The first pattern of `optim.groups` that is found in a name wins; what no pattern takes is in the group "default". Where
 a group does not state its decay it is `optim.weight_decay`, and 0 for norms, biases, A_log and D of state-space layers, and
@@ -18,12 +18,18 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from transformers import PreTrainedModel
+
 from framework.errors import RecipeError
-from framework.optim.matrices import MatrixForm
-from framework.recipe.schema import LearningRateSchedule, Optim
+from framework.model.adapters import B, find_trained
+from framework.model.initial import SAME, find_scales
+from framework.model.mixtures import find_constants
+from framework.model.units import Unit
+from framework.optim.matrices import MatrixForm, find_matrices
+from framework.recipe.schema import LearningRateSchedule, Optim, Recipe
 
 EMPTY: Mapping[str, MatrixForm] = MappingProxyType({})
 DEFAULT_GROUP = "default"
@@ -232,3 +238,22 @@ def _progress(step: int, start: int, stop: int) -> float:
     if step >= stop:
         return 1.0
     return max(0.0, (step - start) / (stop - start))
+
+
+def group_parameters_of(recipe: Recipe, whole: PreTrainedModel, units: tuple[Unit, ...]) -> list[GroupAssignment]:
+    """Decided on the whole model, so that every rank agrees."""
+    parameters = {name: whole.get_parameter(name) for unit in units for name in unit.parameters}
+    marked = {name for name, each in parameters.items() if getattr(each, "_no_weight_decay", False)}
+    shapes = {name: tuple(each.shape) for name, each in parameters.items()}
+    matrices = find_matrices(whole, units, recipe.model.tp_plan, recipe.optim)
+    if not recipe.adapter.is_used:
+        found = group_trained(shapes, recipe.model.freeze, recipe.optim, marked, matrices, find_constants(whole))
+        scales = find_scales(whole, recipe.model.mup_base)
+        own = [scales.get(each.parameter, SAME) for each in found]
+        return [replace(g, lr_ratio=g.lr_ratio * s.rate, initial=s.initial) for g, s in zip(found, own, strict=True)]
+    trained = find_trained(whole, shapes, recipe.adapter)
+    groups = group_parameters(
+        ((name, shape, name in trained) for name, shape in shapes.items()), recipe.optim, marked, matrices
+    )
+    ratio = recipe.adapter.b_lr_ratio
+    return [replace(each, lr_ratio=each.lr_ratio * ratio) if each.parameter.endswith(B) else each for each in groups]

@@ -28,7 +28,7 @@ from framework.model.flops import (
     unit_flops,
 )
 from framework.model.kept_outputs import Policy
-from framework.model.load import build_meta
+from framework.model.load import build_meta, refuse_dropped_layers, refuse_fresh_seeds
 from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
 from framework.model.peft import add_adapters
 from framework.model.precision import DTYPES
@@ -44,7 +44,7 @@ from framework.model.stage import (
     refuse_sliced_values,
 )
 from framework.model.units import Unit, find_units, tied_names
-from framework.optim.groups import GroupAssignment
+from framework.optim.groups import GroupAssignment, group_parameters_of
 from framework.optim.qk_clip import QkRows, find_qk_rows
 from framework.parallel.attention import find_stock_attention, find_whole, refuse_sequence, refuse_undivided_context
 from framework.parallel.experts.split import check_experts
@@ -61,13 +61,7 @@ from framework.plan.candidate import Candidate, planned_candidate, remember, res
 from framework.plan.forecast_memory import MemoryModel, StageMemory
 from framework.plan.messages import find_tensor_messages
 from framework.plan.policies import Counts, refuse_unknown_operations, resolve_chunked_loss, spell, uniform
-from framework.plan.shape import (
-    ModelShape,
-    group_parameters_of,
-    lay_out_parameters,
-    refuse_dropped_layers,
-    refuse_fresh_seeds,
-)
+from framework.plan.shape import ModelShape, lay_out_parameters
 from framework.recipe import schema
 from framework.recipe.derive import Derived, count_virtual_stages, derive
 from framework.recipe.schema import Recipe

@@ -15,22 +15,19 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.comm.communicator import Communicator
-from framework.errors import ModelError
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import ContextSlices, TokenLayout
 from framework.mesh.topology import Topology, count_node_neighbours
-from framework.model.adapters import B, find_trained
 from framework.model.borders import message_width
 from framework.model.flops import ModelSize, flops_per_token, measure_model, unit_flops
-from framework.model.initial import SAME, find_scales
-from framework.model.load import build_meta, kept_in_fp32, layer_configs
-from framework.model.mixtures import Mixture, find_constants, find_mixtures, refuse_bias_rate
+from framework.model.load import build_meta, kept_in_fp32, layer_configs, refuse_fresh_seeds
+from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
 from framework.model.peft import add_adapters
 from framework.model.precision import DTYPES
 from framework.model.probe import LayerCalls, find_layer_calls
 from framework.model.stage import StageBounds, copy_stage, is_of_layers, split_stages
 from framework.model.units import Unit, find_units, tied_names
-from framework.optim.groups import GroupAssignment, group_parameters, group_trained, optimizer_of
+from framework.optim.groups import group_parameters_of, optimizer_of
 from framework.optim.matrices import MatrixForm, find_matrices
 from framework.optim.owners import measure_balance
 from framework.parallel.parallelize import find_compute_dtypes, parallelize, whole_layouts
@@ -54,8 +51,6 @@ from framework.plan.layer_widths import (
 from framework.recipe.derive import divisors
 from framework.recipe.schema import Launch, Parallel, Pipeline, Precision, Recipe
 
-# Families whose layers call torch.seed(), which reads the clock, in each forward: reversible layers replay their dropout by it.
-FRESH_SEEDS = ("reformer",)
 # Fields of a candidate that a rank's parameters depend on before ZeRO.
 DEGREES = ("tp", "ep", "expert_tp", "sequence")
 # FLOPs of a matrix that several ranks share: about a millisecond of a GPU, in which dozens of small messages fit. And by how much
@@ -123,12 +118,16 @@ class RankUnit:
 @dataclass(frozen=True, eq=False)
 class StageUnits:
     """The units of a stage as a rank holds them: embedding and head where they are its own, and its layers by kind, with the
-    number of each. order: its optimizer groups, as its buffers have them. of_layers: of each layer its place in `layers`."""
+    number of each. of_layers: of each layer its place in `layers`."""
 
     ends: tuple[RankUnit, ...]
     layers: tuple[tuple[RankUnit, int], ...]
-    order: tuple[str, ...]
     of_layers: tuple[int, ...]
+
+    @cached_property
+    def order(self) -> tuple[str, ...]:
+        """The optimizer groups, as the stage's buffers have them."""
+        return tuple(dict.fromkeys(group for _, each in self.in_order for group in each.groups))
 
     @property
     def counted(self) -> tuple[tuple[RankUnit, int], ...]:
@@ -336,28 +335,23 @@ class ModelShape:
 
     def stage_units(self, bounds: StageBounds, c: Candidate) -> StageUnits:
         """The units of a stage on a rank of a layout. Raises what the transforms raise for degrees that do not fit."""
-        if self.num_layers < 2 or self._shares_layers:
-            return self._lay_out_alone(c, bounds)
-        return self._find_stage_units(c, self.kinds[bounds.start : bounds.stop], bounds.is_first, bounds.is_last)
-
-    def _lay_out_alone(self, c: Candidate, bounds: StageBounds) -> StageUnits:
-        """`stage_units` where no layer is another's equal, because they share weights."""
+        if self.num_layers > 1 and not self._shares_layers:
+            return self._find_stage_units(c, self.kinds[bounds.start : bounds.stop], bounds.is_first, bounds.is_last)
+        # No layer is another's equal.
         found = list(self._lay_out(c, bounds).values())
         alone = tuple((each, 1) for each in found if each.unit.is_layer)
         ends = tuple(each for each in found if not each.unit.is_layer)
-        return StageUnits(ends, alone, _order_groups(found), tuple(range(len(alone))))
+        return StageUnits(ends, alone, tuple(range(len(alone))))
 
     @remember(*DEGREES)
     def _find_stage_units(self, c: Candidate, own: tuple[int, ...], is_first: bool, is_last: bool) -> StageUnits:
         """own: the kinds of its layers."""
         by_kind = {kind: self._layer(kind, c) for kind in dict.fromkeys(own)}
         is_shared = not (is_first and is_last)
-        first = self._end("embedding", is_shared, c) if is_first else None
-        last = self._end("head", is_shared, c) if is_last else None
-        in_order = [each for each in (first, *by_kind.values(), last) if each is not None]
-        ends = tuple(each for each in (first, last) if each is not None)
+        names = ["embedding"] * is_first + ["head"] * is_last
+        ends = tuple(each for name in names if (each := self._end(name, is_shared, c)) is not None)
         layers = tuple((each, own.count(kind)) for kind, each in by_kind.items())
-        return StageUnits(ends, layers, _order_groups(in_order), tuple(map(list(by_kind).index, own)))
+        return StageUnits(ends, layers, tuple(map(list(by_kind).index, own)))
 
     def _layer(self, kind: int, c: Candidate) -> RankUnit:
         number = self.kinds.index(kind)
@@ -367,9 +361,9 @@ class ModelShape:
 
     def _end(self, name: str, is_shared: bool, c: Candidate) -> RankUnit | None:
         """Embedding or head. Where one stage has both, what they share is no replica of another stage's. is_shared: over two."""
-        last = StageBounds(1, 2, self.num_layers - 1, self.num_layers)
+        last = self.num_layers
+        bounds = StageBounds(0, 2, 0, 1) if name == "embedding" else StageBounds(1, 2, last - 1, last)
         # Neither has experts that ranks of ep divide.
-        bounds = StageBounds(0, 2, 0, 1) if name == "embedding" else last
         found = self._lay_out(c.changed({"ep": 1}), bounds).get(name)
         if found is None or is_shared:
             return found
@@ -449,61 +443,8 @@ def make_shape(config: PretrainedConfig, recipe: Recipe = DEFAULT) -> ModelShape
     return ModelShape(recipe, config, whole, units, ties, groups, mixtures)
 
 
-def _order_groups(units: Sequence[RankUnit]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(group for each in units for group in each.groups))
-
-
 def _unshare(layout: Layout) -> Layout:
     """The layout of what another stage does not have."""
     replicated = tuple(axis for axis in layout.replicated if axis != "embedding")
     partial = tuple(axis for axis in layout.partial if axis != "embedding")
     return replace(layout, replicated=replicated, partial=partial)
-
-
-def refuse_dropped_layers(config: PretrainedConfig, pp: int, tp: int) -> None:
-    """Raises ModelError where ranks would drop other layers than one process: the model draws in front of a layer, in a stream
-    that depends on where it is cut, and a stage whose first layer is dropped would not read what it has received."""
-    degrees = {"pp": pp, "tp": tp}
-    found = {key: value for key, value in config.to_dict().items() if "layerdrop" in key and value}
-    for key, value in found.items():
-        if max(degrees.values()) > 1:
-            split = " and ".join(f"parallel.{axis}={degree}" for axis, degree in degrees.items() if degree > 1)
-            raise ModelError(
-                f"model.config.{key}={value} leaves out whole layers at random, which {split} cannot do alike on all ranks:"
-                f" set model.config.{key}=0.0, or use data parallelism and ZeRO"
-            )
-
-
-def refuse_fresh_seeds(config: PretrainedConfig) -> None:
-    """Raises ModelError for a family that seeds torch's generator anew, in each forward of its training; and for one that has no
-    number of decoder layers, of which units, stages and a small copy are made."""
-    text = config.get_text_config()
-    if all(getattr(text, name, None) is None for name in ("num_hidden_layers", "layer_types")):
-        raise ModelError(
-            f"model.family={config.model_type}: its config has no num_hidden_layers, and so no one list of decoder layers that"
-            " could be sharded, cut or counted (blt is four models within one another): choose another family"
-        )
-    if config.model_type in FRESH_SEEDS:
-        raise ModelError(
-            f"model.family={config.model_type} takes a new random seed in every forward, so that no run of it could be"
-            " repeated, resumed or verified: choose another family"
-        )
-
-
-def group_parameters_of(recipe: Recipe, whole: PreTrainedModel, units: tuple[Unit, ...]) -> list[GroupAssignment]:
-    """Decided on the whole model, so that every rank agrees."""
-    parameters = {name: whole.get_parameter(name) for unit in units for name in unit.parameters}
-    marked = {name for name, each in parameters.items() if getattr(each, "_no_weight_decay", False)}
-    shapes = {name: tuple(each.shape) for name, each in parameters.items()}
-    matrices = find_matrices(whole, units, recipe.model.tp_plan, recipe.optim)
-    if not recipe.adapter.is_used:
-        found = group_trained(shapes, recipe.model.freeze, recipe.optim, marked, matrices, find_constants(whole))
-        scales = find_scales(whole, recipe.model.mup_base)
-        own = [scales.get(each.parameter, SAME) for each in found]
-        return [replace(g, lr_ratio=g.lr_ratio * s.rate, initial=s.initial) for g, s in zip(found, own, strict=True)]
-    trained = find_trained(whole, shapes, recipe.adapter)
-    groups = group_parameters(
-        ((name, shape, name in trained) for name, shape in shapes.items()), recipe.optim, marked, matrices
-    )
-    ratio = recipe.adapter.b_lr_ratio
-    return [replace(each, lr_ratio=each.lr_ratio * ratio) if each.parameter.endswith(B) else each for each in groups]

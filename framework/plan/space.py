@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 from framework.errors import MeshwrightError, RecipeError, TopologyError
 from framework.mesh.token_layout import ContextSlices
 from framework.mesh.topology import shards_within_node
-from framework.model.load import layer_configs
+from framework.model.load import layer_configs, refuse_dropped_layers
 from framework.model.stage import StageBounds, refuse_shared_layers, refuse_sliced_values
 from framework.parallel.attention import (
     find_whole,
@@ -33,7 +33,7 @@ from framework.parallel.experts.split import check_experts
 from framework.parallel.pipeline.pipeline import refuse_few_layers
 from framework.plan.candidate import Candidate, Checkpointing, method_of, recipe_of, remember
 from framework.plan.cluster import place_group
-from framework.plan.shape import DEGREES, ModelShape, refuse_dropped_layers
+from framework.plan.shape import DEGREES, ModelShape
 from framework.recipe.check import FOLLOWING_KEYS, LAYOUT_KEYS, layout_rules
 from framework.recipe.derive import count_nodes, count_ranks, divisors
 from framework.recipe.keys import value_of

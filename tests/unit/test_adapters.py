@@ -28,9 +28,9 @@ from framework.model.peft import WEIGHTS, add_adapters, find_targets, read_adapt
 from framework.model.safetensors_files import ADAPTER
 from framework.model.shrink import shrink
 from framework.model.units import find_units, set_parameter, tied_names
+from framework.optim.groups import group_parameters_of
 from framework.plan.check import check_weights
 from framework.plan.plan import make_plan
-from framework.plan.shape import group_parameters_of
 from framework.recipe.compose import compose
 from framework.recipe.schema import Adapter, Model, Recipe
 from framework.verify.layout import initial_weights

@@ -10,9 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from framework import cli
 from framework.errors import EXIT_DONE, EXIT_USER, ModelError
 from framework.launch.parts import check_ranks, summarize
-from framework.model.load import build_meta, load_config
+from framework.model.load import build_meta, load_config, refuse_fresh_seeds
 from framework.plan.check import check_layout, check_layouts
-from framework.plan.shape import refuse_fresh_seeds
 from framework.recipe.compose import compose
 from framework.recipe.schema import Model
 from tests.grid import few_of
