@@ -1,4 +1,4 @@
-"""Standard output and error for as long as a process lives, whoever reads them.
+"""Standard output and error for as long as a process lives, whoever reads them; and how bytes, seconds and tables are written.
 
 A run's result is its folder, and its exit code says how it ended. So nothing that happens to a stream changes either: a reader
 that has gone (`train ... | head`), a full disk behind a log, a terminal that was closed, an encoding without the character.

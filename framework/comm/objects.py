@@ -1,5 +1,5 @@
 """Collectives of Python objects, named as torch's: broadcast, scatter and gather; errors that one rank raises on all; and a
-board.
+board, on which ranks leave notes for one another.
 
 What every rank would read from a file system or a hub by itself, rank 0 reads: thousands of ranks that ask for the same file
 are a load of their own, and two of them may see different answers (NFS caches attributes for seconds). An all-gather of objects

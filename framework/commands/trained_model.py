@@ -1,4 +1,5 @@
-"""The model of a run's checkpoint: loaded here, or exported as a folder that Hugging Face's `from_pretrained` loads."""
+"""The model of a run's checkpoint: loaded here, or exported as a folder that Hugging Face's `from_pretrained` loads,
+adapters merged or by themselves."""
 
 import shutil
 import sys

@@ -1,4 +1,5 @@
-"""Chat templates: a conversation as tokens, of which those that an assistant says are trained, its end of turn included.
+"""Chat templates: a conversation as tokens, of which those that an assistant says are trained, its end of turn
+included, and the proof of it for each conversation.
 
 `apply_chat_template` of transformers renders; nothing of a template is interpreted here. What a turn trains follows from two
 renderings: the conversation before the turn with the prompt for an answer, as inference has it, and that with the turn:

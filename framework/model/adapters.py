@@ -1,5 +1,5 @@
-"""Adapters of a model on meta: the parameters that one adds to a weight, their initial values, and the matmuls of a layer
-with one.
+"""Adapters of a model on meta: the parameters that one adds to a weight, their initial values, the matmuls of a layer
+with one, and the weights with it merged.
 
     lora    W + s B A                        A: [r, K], B: [N, r], s = alpha / r, or alpha / sqrt(r)
     dora    m (W + s B A) / |W + s B A|      m: [N], the length of each row, which starts as that of W

@@ -1,4 +1,5 @@
-"""Bytes of a layer's messages in closed form: what a rank sends over `tp`, over `cp` and over `ep`, and holds for it.
+"""Bytes of a layer's messages in closed form: what a rank sends over `tp`, over `cp` and over `ep` (tokens of
+mixtures), and holds for it.
 
 **Over tp** hidden states cross the borders of a layer's regions, and some is summed within them. Bytes that one of n ranks
 sends for each token in forward and backward, with D hidden features, e bytes of a value, max(e, 4) of a sum, counted in units
@@ -21,7 +22,7 @@ heads exchanged:
     gather         (r-1) (K + V) e                           (r-1) (K + V) (e + s)
 
 **Over ep** a token goes to its experts and back in both hops of `parallel/experts/route.py`: N p rows over the outer one, k
-over the inner one (`model/expert_rows.py`), each part of the ranks' own included; in padded buffers as many as these have
+over the inner one (`model/experts.py`), each part of the ranks' own included; in padded buffers as many as these have
 room for.
 """
 

@@ -1,4 +1,5 @@
-"""Check a recipe by the rules of `layout_rules`, `run_rules` and `machines`, in order; and the keys that make its layout.
+"""Check a recipe by the rules of `layout_rules`, `method_rules`, `run_rules` and `machines`, in order; and the keys that make
+its layout.
 
 A layout never changes what a run learns (docs/architecture.md), so `meshwright search` chooses its keys by predicted time.
 `parallel.layout=auto` leaves them open until the run begins; rules that read one of them are asked of the chosen recipe.

@@ -1,4 +1,4 @@
-"""Trackers: where a run's curves, its recipe and its pictures go beside the run's folder.
+"""Trackers: where a run's curves, its recipe and its pictures go beside the run's folder. A new one is an entry of TRACKERS.
 
     tracker       scalars of a step                         recipe                    files
     wandb         run.log, against `step`                   config of the run         run.save

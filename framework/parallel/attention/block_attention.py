@@ -1,4 +1,5 @@
-"""Attention of an interval of queries to an interval of keys, forward and backward, in one process.
+"""Attention of an interval of queries to an interval of keys, forward and backward, in one process, by the kernel that suits the
+device and the form (`FLASH`).
 
 Ring attention and its like compute attention block by block: a block's out and log-sum-exp can be merged with those of other
 blocks, and its parts of the gradients added to theirs. Memory is linear in the intervals: no tensor is as large as both.

@@ -1,4 +1,5 @@
-"""Kernels for one piece of attention: out = softmax(S) V and the log-sum-exp of S, and the gradients of a piece.
+"""Kernel, the interface of kernels for one piece of attention, and those that run on any device: out =
+softmax(S) V and the log-sum-exp of S, and the gradients of a piece.
 
     S = scale Q K^T + mask      P = exp(S - L)      out = P V
     dV = P^T dO      dS = P * (dO V^T - rowsum(dO * out))      dQ = scale dS K      dK = scale dS^T Q

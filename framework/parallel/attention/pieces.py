@@ -1,4 +1,5 @@
-"""Pieces: the parts of every sequence that a rank has, and what they get of the parts before them.
+"""Pieces: the parts of every sequence that a rank has, and the inputs and states that recurrent mixers carry over from the
+parts before them.
 
 A rank of `cp` has one or two intervals of every sequence (`ContextSlices`); all intervals are equally long, and in the order of
 rows they are the pieces 0, 1, ... of the sequence. A recurrent mixer computes each piece as if a sequence began with it, and

@@ -1,4 +1,4 @@
-"""Dispatch: what a rank's experts module computes where experts are on several ranks.
+"""Dispatch: what a rank's experts module computes where experts are on several ranks, and shared experts beside it.
 
     plan        the numbers of rows for nodes, ranks and experts                        all-to-all, even
     depart      each token to the nodes of its experts, from there to their ranks       all-to-all, uneven, over either hop

@@ -1,4 +1,4 @@
-"""Schedules gpipe, 1f1b, interleaved, zb_h1, zbv, dualpipe_v.
+"""Schedules gpipe, 1f1b, interleaved, zb_h1, zbv, dualpipe_v. A new one is an entry of SCHEDULES.
 
 Pure functions from (ranks, microbatches, virtual stages) to each rank's list of actions.
 

@@ -1,4 +1,5 @@
-"""Regions: the parts of a layer in which each tensor-parallel rank computes with its own weights.
+"""Regions: the parts of a layer in which each tensor-parallel rank computes with its own weights, and their streams of
+random numbers.
 
     outside                 border in                    inside                           border out
     x replicated            copy;  dx summed             Y_r = f(x, W_r), a partial sum   sum over ranks
