@@ -1,6 +1,6 @@
 """The oracle's parts, written from the recipe's words in plain torch: parameter groups, learning rates, losses of
-preferences (a new loss goes here), the loss scale, adapters, mixtures of experts, and corrections of an update (decay by the peak rate, clipped updates, QK-clip,
-averages of weights).
+preferences (a new loss goes here), the loss scale, adapters, mixtures of experts, and corrections of an update (decay by the
+peak rate, clipped updates, QK-clip, averages of weights).
 
 Nothing here is shared with the layouts under test. Norms are found by the stock model's classes here, and by names in
 `optim/groups.py`: two ways to one set. Losses are DPO (arXiv 2305.18290, eq. 7), IPO (2310.12036, eq. 17, of means over tokens),
