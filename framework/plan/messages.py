@@ -21,7 +21,7 @@ heads exchanged:
     gather         (r-1) (K + V) e                           (r-1) (K + V) (e + s)
 
 **Over ep** a token goes to its experts and back in both hops of `parallel/experts/route.py`: N p rows over the outer one, k
-over the inner one (`model/expert_rows.py`), each part of the ranks' own included; in padded buffers as many as these have
+over the inner one (`model/experts.py`), each part of the ranks' own included; in padded buffers as many as these have
 room for.
 """
 

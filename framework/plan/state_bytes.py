@@ -1,5 +1,5 @@
 """Bytes of states over a step (parameters, gradients, masters and moments) and of what is unsharded of them, in closed form
-from `parallel/zero/lifetimes.py` and as buffers are planned.
+from `parallel/zero/buffer_plan.py` and as buffers are planned.
 
 For a search the bytes of all places where states may lie are computed at once, as arrays.
 """

@@ -7,9 +7,9 @@
 Actions and collectives name themselves while a profiler records (`Communicator.range`). Units are named here, by hooks that are
 there for these steps only.
 
-By the seconds of units' forwards and backwards in one step a pipeline can be split (pipeline/measured.py). Hooks time each layer.
-Embedding and head are what is left of their stages' actions, as a loss computed in chunks has no module. A stage with both gives
-the embedding what hooks on it have seen: no backward, for token ids have no gradient.
+By the seconds of units' forwards and backwards in one step a pipeline can be split (`parallel/pipeline/pipeline.py`). Hooks time
+each layer. Embedding and head are what is left of their stages' actions, as a loss computed in chunks has no module. A stage
+with both gives the embedding what hooks on it have seen: no backward, for token ids have no gradient.
 """
 
 import time
