@@ -100,7 +100,8 @@ def compose(overrides: Iterable[str], recipe_dirs: Sequence[Path] = (), base: Pa
         if not problems:
             recipe = let_microbatch_follow(recipe, origins)
         problems += check_recipe(recipe, origins, broken=[problem.key for problem in problems])
-    notes = tuple(_find_overruled(command.choices, origins, folders))
+    is_read = base is None and not problems  # else a file that was chosen may be none
+    notes = tuple(_find_overruled(command.choices, origins, folders)) if is_read else ()
     origins = {key: origin_of(origins, key) for key in flatten(asdict(recipe))}
     return Composition(None if problems else recipe, recipe, problems, origins, notes)
 

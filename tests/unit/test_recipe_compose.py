@@ -363,6 +363,13 @@ class TestMistakes:
         assert problem.origin == f"{folder}/experiment/x.yaml:{line}"
         assert message in problem.message
 
+    @pytest.mark.parametrize("content", [b"name: [adamw\n", b"name: adamw\nlr: 1\n lr: 2\n", b"\xff\xfe\x00"])
+    def test_bad_syntax_of_a_group_that_is_chosen_has_its_file(self, mine, content):
+        folder = mine("optim/x", "")
+        (folder / "optim" / "x.yaml").write_bytes(content)
+        (problem,) = compose(["experiment=quickstart", "optim=x"], [folder]).problems
+        assert problem.origin.startswith(f"{folder}/optim/x.yaml")
+
     def test_a_file_that_is_not_text_is_named(self, mine):
         folder = mine("experiment/x", "")
         (folder / "experiment" / "x.yaml").write_bytes(b"\xff\xfe\x00")

@@ -2,8 +2,8 @@
 
 `attention` is what a layer calls; `ulysses` exchanges heads for tokens, `ring` brings keys and values. `blocks` says which
 queries meet which keys, `passes` makes one softmax of them, `block_attention` computes one of them, piece by piece
-(`visible_rows`), by `kernels`. `hook` puts it all into a model, `recurrent` does so for
-mixers that carry a state, and `probe` says of which models that is exact.
+(`visible_rows`), by `kernels` and `cuda_kernels`. `hook` puts it all into a model, `recurrent` does so for mixers that carry a
+state (`recurrences`, on `pieces` of sequences), and `probe` says of which models that is exact.
 """
 
 from framework.parallel.attention.hook import (
