@@ -371,6 +371,13 @@ def test_ranks_that_share_a_matrix_hold_parts_of_it() -> None:
         assert ("optim.muon.ranks_per_matrix" in {problem.key for problem in found}) is is_refused
 
 
+def test_stages_of_a_node_do_not_share_matrices() -> None:
+    recipe = replace(small_recipe("fp32", 8, zero=Zero(stage=3, shard_within="node")), parallel=Parallel(pp=2))
+    for stated, is_refused in ((4, False), (8, True)):
+        found = check_recipe(replace(recipe, optim=Optim(name="muon", muon=Muon(ranks_per_matrix=stated))), {})
+        assert ("optim.muon.ranks_per_matrix" in {problem.key for problem in found}) is is_refused
+
+
 # Of a stage of DeepSeek-V3 with four layers, (number, rows, columns): attention; shared experts and routers.
 ATTENTION = ((4, 1536, 7168), (4, 24576, 1536), (4, 576, 7168), (4, 32768, 512), (4, 7168, 16384))
 BESIDE = ((8, 2048, 7168), (4, 7168, 2048), (4, 256, 7168))
