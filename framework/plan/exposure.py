@@ -9,7 +9,7 @@ ep   rows are waited for, there and back over both hops, between nodes and withi
      (halves.py): its turns are laid out one after the other, and what neither half computes under is exposed
 
 The order of axes decides who shares a node: a rank's number is ((pp * DP + dp) * CP + cp) * TP + tp, and nodes take ranks in
-order (mesh/topology.py, mesh/topology.py).
+order (mesh/topology.py).
 """
 
 from collections.abc import Mapping, Sequence

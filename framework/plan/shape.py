@@ -230,23 +230,24 @@ class ModelShape:
 
     @cached_property
     def forms(self) -> Mapping[str, tuple[MatrixForm, torch.Size]]:
-        """The weights that hold matrices for Muon, with their shapes, by name."""
-        found = find_matrices(self.whole, self.units, self.recipe.model.tp_plan, self.recipe.optim)
-        return {name: (form, self.whole.get_parameter(name).shape) for name, form in found.items()}
+        """The weights that Muon updates, with their shapes, by name: others with matrices are frozen, or AdamW's."""
+        optim, whole = self.recipe.optim, self.whole
+        found = find_matrices(whole, self.units, self.recipe.model.tp_plan, optim)
+        own = {name: form for name, form in found.items() if optimizer_of(optim, self.groups.get(name, "")) == "muon"}
+        return {name: (form, whole.get_parameter(name).shape) for name, form in own.items()}
 
     @remember()
     def matrices(self, ranks: int) -> MatrixWork:
         """The work of Muon where so many ranks share each matrix that is no expert's."""
         numel, shared, of_heads, flops, grams, dearest = 0, 0, 0, 0.0, 0.0, 0.0
-        for name, (form, shape) in self.forms.items():
-            if optimizer_of(self.recipe.optim, self.groups.get(name, "")) == "muon":
-                size, count, among = shape.numel(), shape[:-2].numel() * form.blocks, ranks if len(shape) == 2 else 1
-                own = form.flops(shape, self.recipe.optim.muon.steps, among)
-                numel, of_heads = numel + size, of_heads + size * (form.blocks > 1)
-                flops, dearest = flops + count * own * among, max(dearest, own)
-                if len(shape) == 2:
-                    shared += size
-                    grams += count * sum(min(each) ** 2 for each in form.shapes(form.block(shape)))
+        for form, shape in self.forms.values():
+            size, count, among = shape.numel(), shape[:-2].numel() * form.blocks, ranks if len(shape) == 2 else 1
+            own = form.flops(shape, self.recipe.optim.muon.steps, among)
+            numel, of_heads = numel + size, of_heads + size * (form.blocks > 1)
+            flops, dearest = flops + count * own * among, max(dearest, own)
+            if len(shape) == 2:
+                shared += size
+                grams += count * sum(min(each) ** 2 for each in form.shapes(form.block(shape)))
         total = self.size.total
         return MatrixWork(numel / total, shared / total, of_heads / total, flops / total, grams / total, dearest)
 

@@ -251,9 +251,10 @@ def shared_matrices(recipe: Recipe) -> Iterator[Problem]:
 def _count_shards(recipe: Recipe) -> int:
     """Ranks over which ZeRO shards from stage 1 on."""
     ranks, tp, within = count_ranks(recipe), recipe.parallel.tp, recipe.zero.shard_within
+    batch = ranks // (tp * recipe.parallel.pp)
     if within == "node":
-        return ranks // count_nodes(recipe) // tp
-    return within or ranks // (tp * recipe.parallel.pp)
+        return min(batch, ranks // count_nodes(recipe) // tp)
+    return within or batch
 
 
 @rule("parallel.sequence", "parallel.overlap", "memory.gathered_inputs")

@@ -19,6 +19,7 @@ from framework.parallel.attention.hook import GatheredKeys, find_visible
 from framework.parallel.attention.kernels import Heads, Result
 from framework.parallel.attention.visible_rows import Documents, Scores
 from framework.parallel.tensor.find_regions import RegionPlan, find_regions
+from framework.parallel.tensor.partition import count_heads
 from framework.recipe.schema import Data, Recipe
 
 
@@ -91,6 +92,12 @@ def test_an_indexer_is_the_same_on_all_ranks() -> None:
     inside = {name: role for name, role in attention.roles.items() if ".indexer." in name}
     assert len(inside) == 4
     assert {role.kind for role in inside.values()} == {"replicated"}
+
+
+def test_an_indexers_heads_are_none_of_its_attention() -> None:
+    model = small("deepseek_v32", index_n_heads=32)
+    counts = count_heads(model, regions_of(model)[0])
+    assert counts.q == model.config.num_attention_heads < 32
 
 
 def test_modules_outside_of_regions_are_named_by_the_user_too() -> None:

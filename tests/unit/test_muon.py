@@ -371,6 +371,28 @@ def test_ranks_that_share_a_matrix_hold_parts_of_it() -> None:
         assert ("optim.muon.ranks_per_matrix" in {problem.key for problem in found}) is is_refused
 
 
+def test_matrices_that_muon_does_not_update_are_no_owners_work() -> None:
+    config = CONFIG_MAPPING["llama"](hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, vocab_size=64)
+    recipe = small_recipe("bf16", 16, 1, 16, zero=Zero(stage=3))
+    recipe = replace(recipe, optim=Optim(name="muon"))
+    mlp = {"mlp": ParameterGroup(pattern=r"mlp\.", optimizer="adamw")}
+    moved = replace(recipe, optim=replace(recipe.optim, groups=mlp))
+    frozen = replace(recipe, model=replace(recipe.model, freeze=[r"mlp\."]))
+    found = [make_plan(each, config) for each in (recipe, moved, frozen)]
+    every, *rest = [plan.shape.sharing(plan.candidate) for plan in found]
+    assert rest[0] == rest[1] != every
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in found[1].shape.forms} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj")
+    }
+
+
+def test_stages_of_a_node_do_not_share_matrices() -> None:
+    recipe = replace(small_recipe("fp32", 8, zero=Zero(stage=3, shard_within="node")), parallel=Parallel(pp=2))
+    for stated, is_refused in ((4, False), (8, True)):
+        found = check_recipe(replace(recipe, optim=Optim(name="muon", muon=Muon(ranks_per_matrix=stated))), {})
+        assert ("optim.muon.ranks_per_matrix" in {problem.key for problem in found}) is is_refused
+
+
 # Of a stage of DeepSeek-V3 with four layers, (number, rows, columns): attention; shared experts and routers.
 ATTENTION = ((4, 1536, 7168), (4, 24576, 1536), (4, 576, 7168), (4, 32768, 512), (4, 7168, 16384))
 BESIDE = ((8, 2048, 7168), (4, 7168, 2048), (4, 256, 7168))

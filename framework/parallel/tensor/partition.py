@@ -282,7 +282,8 @@ def count_heads(model: PreTrainedModel, plan: "RegionPlan") -> Counts:
     number = next((int(part) for part in plan.name.split(".") if part.isdigit()), 0)
     counts = _count_in_config(layers[number % len(layers)])
     q, kv = counts.q, counts.kv
-    for name in plan.roles:
+    # An indexer has heads of its own, which all ranks hold.
+    for name in (name for name, role in plan.roles.items() if role.kind not in ("replicated", "outside")):
         attention = vars(model.get_submodule(holder(name)))
         q = next((attention[word] for word in HEAD_NUMBERS if word in attention), q)
         if name.endswith(".k_proj") and (head_dim := attention.get("head_dim")):
