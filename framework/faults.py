@@ -113,7 +113,8 @@ def parse_fault(words: Sequence[str], points: Sequence[str]) -> Fault:
     for key, equals, text in given:
         if key not in options or not equals:
             raise RunError(
-                f"{name} takes {', '.join(f'{each}=' for each in options)}, not {key + equals + text!r}{_guess(key, options)}"
+                f"{name} takes {', '.join(f'{each}=' for each in options)}, not {key + equals + text!r}"
+                f"{_guess(key + '=', [f'{each}=' for each in options])}"
             )
         values[key] = _read_value(key, text, points)
     fault = Fault(name, secrets.token_hex(3), **values)

@@ -33,7 +33,8 @@ loader = Loader(
     num_microbatches=derived.accumulation,
 )
 observers, watchdog = Observers([Console()]), Watchdog()
-observers.open(info := RunInfo("own-loop", {}, recipe.train.steps))
+size = {"tokens_per_step": derived.tokens_per_step, "num_parameters": plan.size.total}
+observers.open(info := RunInfo("own-loop", {}, recipe.train.steps, model=plan.config.model_type, **size))
 saver = Saver(Path("checkpoints"), mesh.axis("world"), Retention(1))
 policy = SavePolicy(recipe.checkpoint, recipe.train.steps, saver)
 reporter = Reporter(run, plan, info, observers, saver, watchdog)

@@ -350,7 +350,9 @@ def find_checkpoint(path: Place) -> Place:
         newest = newest_checkpoint(root)
         if newest is not None:
             return newest
-    raise CheckpointError(f"{path} is neither a checkpoint (a folder step-N with a {MANIFEST}) nor a run with one")
+    raise CheckpointError(
+        f"{path} is neither a checkpoint (a folder step-N with a {MANIFEST}), nor a run with one, nor a token store"
+    )
 
 
 def describe(path: Place, manifest: Manifest) -> list[str]:

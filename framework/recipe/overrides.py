@@ -167,12 +167,14 @@ def write_resume(kind: str, run: Run, *more: str) -> str:
 def explain_flag(flag: str, folders: Sequence[Path] = ()) -> Problem:
     """The problem of a key, or a recipe's file, written as a flag: `--learning_rate=1e-3`, `--config=mine.yaml`."""
     name, _, value = flag.lstrip("-").partition("=")
-    message = "no such option; recipe keys are written key=value, without dashes"
+    message = "no such option; a recipe's keys are written without dashes"
     if value.endswith(ENDINGS):
         return Problem(flag, None, message, _explain_word(value, folders), COMMAND_LINE)
     fix = f"did you mean {name}?" if name in list_paths() else explain_unknown(name)
     ours, _, whose = fix.removeprefix("did you mean ").removesuffix("?").partition(" ")
-    if ours in list_paths():
+    if is_group(name, folders) and (value in list_options(name, folders) or name in (ours, "experiment")):
+        fix = f"write {name}={value or '...'}"
+    elif ours in list_paths():
         fix = f"write {ours}={value or '...'} {whose}".rstrip()
     return Problem(flag, None, message, fix, COMMAND_LINE)
 

@@ -165,7 +165,8 @@ class Loop:
 
     def steps(self) -> Iterator[int]:
         """Send one step after another to the device and yield its number, until `train.steps` or until any rank is asked to stop.
-        Ends with what is left of a validation. Raises NumericsError after too many steps in a row that were not finite.
+        Ends with what is left of a validation, and the last step's report. Raises NumericsError after too many steps in a row
+        that were not finite.
         """
         self._goodput.begin_loop(self.state.step, lambda: self.policy.saver.stalled_s)
         while self.state.step < self.recipe.train.steps and not self._flags.stop:
@@ -177,6 +178,7 @@ class Loop:
             self._exposed_s = 0.0
             yield self.state.step
         self.end_validation()
+        self._read()
         self._goodput.begin_close()
 
     @property

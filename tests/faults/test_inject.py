@@ -192,6 +192,7 @@ def test_a_damaged_checkpoint_is_no_checkpoint(how, tmp_path, capsys):
     [
         ("kil step=3", "did you mean kill?)"),
         ("kill stp=3", "kill takes rank=, step=, times=, phase=, point="),
+        ("kill step", "not 'step' (did you mean step=?)"),
         ("kill step=0", "step=0: not a number from 1 on"),
         ("kill step=nine", "not a number"),
         ("kill step=41", "the run has train.steps=40"),

@@ -534,6 +534,10 @@ class TestFlags:
             (("--train.steps=5",), "write train.steps=5"),
             (("--zero.stage",), "write zero.stage=..."),
             (("--config", "quickstart.yaml"), "write experiment=quickstart"),
+            (("--experiment", "quickstrat"), "write experiment=quickstrat"),
+            (("--data", "filse"), "write data=filse"),
+            (("--optim", "adamw"), "write optim=adamw"),
+            (("--optim", "adamw_torch"), "optim.name is adamw"),
             (("--config", "my.yaml"), "write --recipes DIR experiment=my"),
             (("--modle", "experiment=quickstart"), "did you mean --model?"),
         ],
@@ -543,6 +547,7 @@ class TestFlags:
         assert code == EXIT_USER
         assert fix in err
         assert err.count("no such option") + err.count("there is no option") == 1
+        assert "***" not in err, "a word of ours is no secret"
 
 
 class TestSpeed:
