@@ -1,8 +1,7 @@
 """ModelShape: the sizes of a model, read once from one model on meta, for forecasts of thousands of layouts.
 
-Layers of one kind (equal modules, parameters and heads) are laid out once for each set of degrees, by the transforms that lay out
-a run: what they leave a rank of a layer's parameters is what it will have of all layers of that kind. So a model of 80 equal
-layers costs as much as one of one layer.
+Layers of one kind (equal modules, parameters and heads) are laid out once for each set of degrees, by a run's transforms: what
+these leave a rank of one layer it has of all of that kind. So a model of 80 equal layers costs as much as one of one layer.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -231,10 +230,10 @@ class ModelShape:
     @cached_property
     def forms(self) -> Mapping[str, tuple[MatrixForm, torch.Size]]:
         """The weights that Muon updates, with their shapes, by name: others with matrices are frozen, or AdamW's."""
-        optim, whole = self.recipe.optim, self.whole
-        found = find_matrices(whole, self.units, self.recipe.model.tp_plan, optim)
-        own = {name: form for name, form in found.items() if optimizer_of(optim, self.groups.get(name, "")) == "muon"}
-        return {name: (form, whole.get_parameter(name).shape) for name, form in own.items()}
+        optim, groups = self.recipe.optim, self.groups
+        found = find_matrices(self.whole, self.units, self.recipe.model.tp_plan, optim).items()
+        own = ((name, form) for name, form in found if optimizer_of(optim, groups.get(name, "")) == "muon")
+        return {name: (form, self.whole.get_parameter(name).shape) for name, form in own}
 
     @remember()
     def matrices(self, ranks: int) -> MatrixWork:
