@@ -71,11 +71,10 @@ def count_flops(shape: tuple[int, int], steps: int, ranks: int = 1) -> int:
     """FLOPs of the iterations that make one matrix orthogonal, of each of the ranks that share it (`muon.py`)."""
     short, long = sorted(shape)
     columns, rows = -(-long // ranks), -(-short // ranks)
-    symmetric = (
-        2 * short * short * (columns + (short if ranks == 1 else 0))
-    )  # X X^T, and its square if that is not in rows
-    symmetric = symmetric * 3 // 4 if short >= SYMMETRIC_ROWS else symmetric
-    return steps * (symmetric + 2 * short * short * (columns + (0 if ranks == 1 else rows)))
+    # X X^T is symmetric, and its square where one rank makes all its rows.
+    symmetric, others = (columns + rows, columns) if ranks == 1 else (columns, columns + rows)
+    quarters = 3 if short >= SYMMETRIC_ROWS else 4
+    return steps * (2 * short * short * symmetric * quarters // 4 + 2 * short * short * others)
 
 
 def find_matrices(

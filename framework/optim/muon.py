@@ -49,15 +49,13 @@ def orthogonalize(x: Tensor, steps: int, team: Communicator = ALONE) -> Tensor:
     A member adds up some rows of G = X X^T = sum_i X_i X_i^T, in the order of ranks so that replicas get the same bits, and makes
     those of bG + cG^2; two all-gathers bring the others. It sends 3 (k-1)/k a^2 numbers for a matrix and iteration.
     """
-    norms = torch.linalg.matrix_norm(x, keepdim=True)
-    if team.size > 1:
-        norms = torch.linalg.vector_norm(_gather(norms, team), dim=0)
-    x = x / norms.clamp(min=EPS)
+    norms = _gather(torch.linalg.matrix_norm(x, keepdim=True), team)
+    x = x / torch.linalg.vector_norm(norms, dim=0).clamp(min=EPS)
     (num, rows, _), (a, b, c) = x.shape, COEFFICIENTS
     unread, more = x.new_empty(num, rows, rows), -rows % team.size
     for _ in range(steps):
         gram = _add_gram(unread, 0.0, x, 1.0)
-        if team.size == 1:
+        if team.size == 1:  # a whole product is symmetric, which rows of it are not
             polynomial = _add_gram(gram, b, gram, c)
         else:
             sent = nn.functional.pad(gram, (0, 0, 0, more)).unflatten(1, (team.size, -1)).transpose(0, 1).contiguous()
@@ -159,9 +157,10 @@ class MatrixGroup:
         first = ranks.index(0) - team.rank
         of_team = [(parts[i], owners[i] - first) for i in range(len(parts)) if 0 <= owners[i] - first < team.size]
         self._shared = [shape for part, _ in of_team for shape in part.shapes]
-        widths = [[len(each) for each in torch.arange(max(shape)).tensor_split(team.size)] for shape in self._shared]
+        # Columns as `tensor_split` deals them: one more to each of the first ranks.
         lengths = [
-            [min(shape) * each for each in of_ranks] for shape, of_ranks in zip(self._shared, widths, strict=True)
+            [min(shape) * ((max(shape) + team.size - 1 - rank) // team.size) for rank in range(team.size)]
+            for shape in self._shared
         ]
         self._sharing = OwnerHop(team, [owner for part, owner in of_team for _ in part.shapes], lengths, lengths)
 

@@ -316,15 +316,11 @@ class OwnerHop:
         """The parts of all ranks, in order, of each own matrix. parts: this rank's of all matrices, [n] each; empty: [0]."""
         rank = self.axis.rank
         sent = [parts[index][: self.to_owner[index][rank]] for of_owner in self._by_owner for index in of_owner]
-        if self.axis.size == 1:  # without the copy
-            return [[part] for part in sent]
         by_peer = self._exchange(sent, *self._there, empty)
         return [list(parts) for parts in zip(*by_peer, strict=True)]
 
     def give_back(self, parts: Sequence[Sequence[Tensor]], empty: Tensor) -> list[Tensor]:
         """This rank's part of every matrix. parts: for each own matrix, what each rank gets."""
-        if self.axis.size == 1:
-            return [part for (part,) in parts]
         sent = [each[peer] for peer in range(self.axis.size) for each in parts]
         results = [empty] * len(self.owners)
         for of_owner, found in zip(self._by_owner, self._exchange(sent, *self._back, empty), strict=True):
@@ -336,6 +332,8 @@ class OwnerHop:
         self, sent: Sequence[Tensor], in_splits: list[int], lengths: list[list[int]], empty: Tensor
     ) -> list[tuple[Tensor, ...]]:
         """The tensors that each rank has sent, in parts of these lengths."""
+        if self.axis.size == 1:
+            return [tuple(sent)]  # without the copy
         x, out_splits = torch.cat([empty, *sent]), [sum(each) for each in lengths]
         out = empty.new_empty(sum(out_splits))
         all_to_all(out, x, self.axis, out_splits, in_splits)

@@ -237,15 +237,14 @@ def quantized(recipe: Recipe) -> Findings:
 
 
 @rule(*DEGREES, *COUNTED, "zero", "optim.name", "optim.muon")
-def shared_matrices(recipe: Recipe) -> Iterator[Problem]:
+def shared_matrices(recipe: Recipe) -> Findings:
     stated, tp = recipe.optim.muon.ranks_per_matrix, recipe.parallel.tp
     if recipe.optim.name == "muon" and stated != "auto":
         among = tp * (_count_shards(recipe) if recipe.zero.stage else 1)
         legal = [each for each in divisors(among) if each % tp == 0 or tp % each == 0]
         if stated not in legal:
             message = f"is no part of the {among} ranks that hold the parts of a matrix (ZeRO's shards x tp)"
-            fix = f"one of {', '.join(map(str, legal))}; or auto"
-            yield refuse(recipe, "optim.muon.ranks_per_matrix", message, fix)
+            yield "optim.muon.ranks_per_matrix", message, f"one of {', '.join(map(str, legal))}; or auto"
 
 
 def _count_shards(recipe: Recipe) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from framework.comm.communicator import read_traffic, subtract_traffic
 from framework.comm.connect import connect
+from framework.optim import groups as optim_groups
 from framework.optim import muon
 from framework.optim.groups import GroupAssignment
 from framework.optim.matrices import MatrixForm, find_matrices
@@ -20,7 +21,6 @@ from framework.optim.muon import MuonOptimizer, orthogonalize
 from framework.optim.optimizers import FlatOptimizer
 from framework.optim.owners import MatrixPart, OwnerHop
 from framework.plan import plan as planning
-from framework.plan import shape
 from framework.plan.forecast_plan import measure_traffic
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Muon, Optim, Parallel, ParameterGroup, Recipe, Zero
@@ -156,7 +156,7 @@ def leave_matrices_to_adamw() -> AbstractContextManager[Any]:
     def find(*args: Any) -> dict[str, MatrixForm]:
         return {}
 
-    return patch.object(shape, "find_matrices", find)
+    return patch.object(optim_groups, "find_matrices", find)
 
 
 def leave_momentum_as_it_is() -> AbstractContextManager[Any]:
@@ -217,7 +217,7 @@ def change_forms(change: Callable[[str, MatrixForm], MatrixForm]) -> AbstractCon
     def find(*args: Any) -> dict[str, MatrixForm]:
         return {name: change(name, form) for name, form in find_matrices(*args).items()}
 
-    return patch.object(shape, "find_matrices", find)
+    return patch.object(optim_groups, "find_matrices", find)
 
 
 def orthogonalise_slices_of_tp() -> AbstractContextManager[Any]:
@@ -255,7 +255,7 @@ def orthogonalise_all_heads_together() -> AbstractContextManager[Any]:
     def find(*args: Any) -> dict[str, MatrixForm]:
         return find_matrices(*args[:3], OPTIM)
 
-    return patch.object(shape, "find_matrices", find)
+    return patch.object(optim_groups, "find_matrices", find)
 
 
 def begin_rows_with_what_is_owned() -> AbstractContextManager[Any]:

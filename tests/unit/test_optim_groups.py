@@ -11,8 +11,7 @@ from framework.model.load import build_meta, load_config
 from framework.model.mixtures import find_constants
 from framework.model.shrink import shrink
 from framework.model.units import find_units
-from framework.optim.groups import group_parameters, is_no_weight
-from framework.plan.plan import group_parameters_of
+from framework.optim.groups import group_parameters, group_parameters_of, is_no_weight
 from framework.recipe.compose import compose
 from framework.recipe.schema import Optim, ParameterGroup
 from framework.verify import plain
