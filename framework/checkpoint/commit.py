@@ -274,7 +274,7 @@ def explain(error: OSError, root: Place, bytes_needed: int) -> CheckpointError |
     if error.errno in NO_ACCESS:
         return CheckpointError(
             f"cannot save a checkpoint in {root}: {error_text(error)} ({error.filename or 'while writing'})."
-            f" Former checkpoints are intact. Give this user the right to write there, or set"
+            f" Checkpoints saved before are untouched. Give this user the right to write there, or set"
             f" {folder_of(root).key} to a place of yours"
         )
     return storage_error(error, "save a checkpoint in", root)

@@ -74,7 +74,7 @@ def no_room(root: Place, bytes_needed: int) -> CheckpointError:
         free = f"{shutil.disk_usage(root).free:,} are free" if isinstance(root, Path) else free
     return CheckpointError(
         f"no room for a checkpoint in {root}: it needs {bytes_needed + SPARE_BYTES:,} bytes, {free}."
-        f" Former checkpoints are intact. Free space, lower checkpoint.keep, or move run.root to a larger disk"
+        f" Checkpoints saved before are untouched. Free space, lower checkpoint.keep, or move run.root to a larger disk"
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from framework.commands.check import describe_data
 from framework.errors import EXIT_DONE, EXIT_MEMORY
 from framework.imports import loading_libraries
-from framework.launch.directory import find_run
+from framework.launch.directory import RunDirectory, find_run
 from framework.recipe.schema import Recipe
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def print_plan(
 
     if html is not None:
         require_page(html, overwrite)
-    found, table = forecast_run(recipe, None if loads is None else read_loads(find_run(loads)))
+    found, table = forecast_run(recipe, None if loads is None else read_loads(RunDirectory.open(find_run(loads)).path))
     plan, changes = found.plan, find_changes(found)
     if recipe.data.blends_by_tokens:
         print(f"data          {describe_data(recipe)}")

@@ -9,7 +9,7 @@ So the samples of one step are [cursor, cursor + M dp b) for every split into M 
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -172,15 +172,23 @@ class Loader:
         background; any other cursor may follow, and is then read at once."""
         start_s = self._clock()
         if cursor not in self._read_steps:
-            if self._ahead is None or self._ahead[0] != cursor:
-                self._ahead = cursor, self._thread.submit(self._read, cursor)
-            self._read_steps = self._ahead[1].result()
+            self._read_steps = self._begin(cursor).result()
             following = cursor + len(self._offsets) * self.sequences_per_step
             self._ahead = following, self._thread.submit(self._read, following)
         self.data_wait_s += self._clock() - start_s
         for hear in self._hear:
             hear(cursor, index_samples(cursor + self._offsets[0], self._skipped), self._read_steps[cursor])
         return self._read_steps[cursor]
+
+    def is_read(self, cursor: int, timeout_s: float) -> bool:
+        """Whether the step at `cursor` has been read, or cannot be, within `timeout_s`: `batch` then need not wait."""
+        return cursor in self._read_steps or bool(wait([self._begin(cursor)], timeout_s).done)
+
+    def _begin(self, cursor: int) -> "Future[dict[int, list[Microbatch]]]":
+        """Have the step at `cursor` read in the background, unless it is read already."""
+        if self._ahead is None or self._ahead[0] != cursor:
+            self._ahead = cursor, self._thread.submit(self._read, cursor)
+        return self._ahead[1]
 
     def _read(self, cursor: int) -> dict[int, list[Microbatch]]:
         """The step at `cursor` and, if steps are small, those after it."""

@@ -219,7 +219,7 @@ def _name_nearest(path: Path) -> str:
     while not folder.is_dir():
         folder = folder.parent
     wanted = path.absolute().relative_to(folder).parts[0]
-    near = difflib.get_close_matches(wanted, [entry.name for entry in folder.iterdir()], n=1, cutoff=0.4)
+    near = difflib.get_close_matches(wanted, [entry.name for entry in folder.iterdir()], n=1)
     return f"the nearest name there is {folder / near[0]}" if near else f"nothing in {folder} has a similar name"
 
 

@@ -160,7 +160,7 @@ def _summary(
     run: RunInfo, last: StepReport | None, validated: StepReport | None, scores: Mapping[str, float], exit_code: int
 ) -> str:
     endings = {EXIT_DONE: "done", EXIT_RESUME: "stopped and saved"}
-    ending = endings.get(exit_code, f"ended with exit code {exit_code}")
+    ending = endings.get(exit_code, f"rank 0 ended with exit code {exit_code}")
     if last is None:
         return f"{ending}: run {run.run_id}, no step reported"
     what = "step" if exit_code == EXIT_DONE else "reported up to step"  # a stop need not be at a step that is reported

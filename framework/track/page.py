@@ -183,7 +183,7 @@ def _judge(info: RunInfo, step: int, exit_code: int | None, has_hung: bool) -> t
         return f"running: {where}", False
     if exit_code == EXIT_DONE:
         return (f"done: {where}" if step >= info.total_steps else f"stopped and saved: {where}"), False
-    return f"ended with exit code {exit_code}: {where}{'; hang reports are below' if has_hung else ''}", True
+    return f"rank 0 ended with exit code {exit_code}: {where}{'; hang reports are below' if has_hung else ''}", True
 
 
 def _list_facts(

@@ -14,6 +14,7 @@ from framework.checkpoint.save import Goal, Saver, find_interval_s
 from framework.comm.communicator import Communicator, read_traffic, subtract_traffic, sum_traffic
 from framework.comm.objects import broadcast_object
 from framework.comm.transfer import AsyncHostCopy
+from framework.data.growing import LOOK_EVERY_S
 from framework.data.loader import Loader
 from framework.data.tasks import OF_AVERAGE, is_better_low
 from framework.errors import NumericsError
@@ -159,6 +160,7 @@ class Loop:
         self._validation: Validation | None = None
         self._of_average = NOT_VALIDATED
         self._flags = Flags()
+        self._is_growing = plan.recipe.data.mode == "stream"  # the same on all ranks
         self._exposed_s = 0.0  # of steps that were concluded since goodput heard of it
         self._hashed: Sequence[Hashed] = ()
         self._compared_step = -1
@@ -170,16 +172,36 @@ class Loop:
         """
         self._goodput.begin_loop(self.state.step, lambda: self.policy.saver.stalled_s)
         while self.state.step < self.recipe.train.steps and not self._flags.stop:
+            started = time.perf_counter()
+            if not self._has_tokens():
+                break
             # The duration of a step that also validates is not known beforehand.
             self._phases.begin(Phase.STEP, self.state.step + 1)
             with self._watchdog.step(self.state.step + 1) if self._validation is None else nullcontext():
-                self._take_step(self._own_flags())
+                self._take_step(self._own_flags(), started)
             self._goodput.end_step(self.state.step, self._exposed_s)
             self._exposed_s = 0.0
             yield self.state.step
         self.end_validation()
         self._read()
         self._goodput.begin_close()
+
+    def _has_tokens(self) -> bool:
+        """Wait until rank 0 has read the next step's tokens, where they are made beside the run. False where it is asked to stop
+        before."""
+        while self._is_growing and not self._flags.stop:
+            with self._phases.within(Phase.DATA), self._watchdog.waiting():
+                is_read, is_asked, self._is_growing = broadcast_object(self._look, self.run.mesh.axis("world"))
+            if is_read:
+                break
+            self._read()  # also what other ranks have asked for
+            self._flags = replace(self._flags, stop=self._flags.stop or is_asked)
+        return not self._flags.stop
+
+    def _look(self) -> tuple[bool, bool, bool]:
+        """Whether the next step's tokens are read, this rank is asked to stop, and later steps may have to be waited for."""
+        is_read = self._loader.is_read(self.state.samples, LOOK_EVERY_S)
+        return is_read, self._watchdog.requests.requested, self._loader.is_growing
 
     @property
     def is_done(self) -> bool:
@@ -248,10 +270,10 @@ class Loop:
         is_due = self.run.mesh.rank == 0 and self.policy.is_due_by_clock(self.state)
         return Flags(requests.requested, is_due or requests.wants_save, self.policy.saver.is_busy)
 
-    def _take_step(self, flags: Flags) -> None:
-        """Send a step to the device, then read the one before: in the steady state that wait is the device's step time."""
+    def _take_step(self, flags: Flags, started: float) -> None:
+        """Send a step to the device, then read the one before: in the steady state that wait is the device's step time. started:
+        when it was to be read."""
         state, recipe = self.state, self.recipe
-        started = time.perf_counter()
         before = [read_traffic(self.run.mesh.axes, between_nodes) for between_nodes in (False, True)]
         is_growing = self._loader.is_growing  # a slow tokenizer is no hang
         with self._phases.within(Phase.DATA), self._watchdog.waiting() if is_growing else nullcontext():

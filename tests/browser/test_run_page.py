@@ -71,7 +71,7 @@ def test_a_page_shows_what_the_run_has_and_asks_nobody(browser: Chromium, run_di
     assert {mark["load"] for mark in read_marks(tab, "loads", "load")} == {"0.5", "1.5", "1"}
     text = tab.ask("document.body.innerText")
     for words in (
-        "ended with exit code 1: step 2,000 of 3,000; hang reports are below",
+        "rank 0 ended with exit code 1: step 2,000 of 3,000; hang reports are below",
         HANG,
         "long<b>",
         "75.0%",

@@ -3,14 +3,18 @@
 import json
 import random
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from framework.cli import main
 from framework.data import beside
+from framework.data.join import hold_lock
 from framework.data.store import StoreMeta
-from framework.errors import EXIT_DONE, EXIT_USER
+from framework.errors import EXIT_DONE, EXIT_RESUME, EXIT_USER
 from tests import tiny_run
 from tests.faults.test_stages import curve, train
 
@@ -65,3 +69,25 @@ def test_killed_and_resumed_in_another_layout(
     corpus.write_text("no json\n" + corpus.read_text())
     assert main(["train", *RECIPE, "run.id=bad"]) == EXIT_USER
     assert re.search(r"data.sources.files: .*corpus.jsonl, row 1: not JSON", capfd.readouterr().err)
+
+
+def test_a_stop_is_heard_while_tokens_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(beside, "HEAD_BYTES", 1)
+    write_corpus(tmp_path / "corpus.jsonl")
+    words = (*RECIPE, "train.steps=2", "launch.ranks=2", "run.id=stopped")
+    assert main(["prepare", *words]) == EXIT_DONE
+    (store,) = Path("tokens").glob("files-*")
+    with hold_lock(store, is_told=False):  # which the process beside the run waits for
+        process = subprocess.Popen(
+            [sys.executable, "-m", "framework", "train", *words], stderr=subprocess.PIPE, text=True
+        )
+        assert process.stderr is not None
+        assert any("waiting for tokens of data.sources.files" in line for line in process.stderr)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == EXIT_RESUME, said
+    assert main(["train", *words]) == EXIT_DONE
+    assert [step for step, *_ in curve("stopped")] == [1, 2]

@@ -108,7 +108,9 @@ def test_a_run_of_this_machine_leaves_that_to_its_launcher():
     assert "export-it" in text
 
 
-@pytest.mark.parametrize(("exit_code", "words"), [(85, "stopped and saved: run"), (88, "ended with exit code 88: run")])
+@pytest.mark.parametrize(
+    ("exit_code", "words"), [(85, "stopped and saved: run"), (88, "rank 0 ended with exit code 88: run")]
+)
 def test_the_summary_says_how_a_run_ended(exit_code, words):
     text = run_console(io.StringIO(), [report(7)], exit_code=exit_code)
     assert words in text
@@ -116,7 +118,9 @@ def test_the_summary_says_how_a_run_ended(exit_code, words):
 
 
 def test_a_run_that_failed_before_its_first_step_still_closes():
-    assert "ended with exit code 86: run demo-1, no step reported" in run_console(io.StringIO(), [], exit_code=86)
+    assert "rank 0 ended with exit code 86: run demo-1, no step reported" in run_console(
+        io.StringIO(), [], exit_code=86
+    )
 
 
 def test_a_line_said_during_the_bar_is_a_line_of_its_own():
