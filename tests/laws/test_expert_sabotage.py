@@ -312,7 +312,7 @@ def send_codes_alone_to_others() -> AbstractContextManager[Any]:
 
 
 def round_gradients_that_cross_alone() -> AbstractContextManager[Any]:
-    """A gradient for this node's own experts is exact, as no message needs its codes."""
+    """Where experts are all on one node gradients are exact, as no message needs their codes."""
     return patch.object(route, "round_gradient", lambda y, codec: y)
 
 
@@ -379,6 +379,7 @@ CASES = {
     "halves": case("mixtral", 2, Parallel(ep=2, expert_overlap=True)),
     "two nodes": case("mixtral", 4, Parallel(ep=4, expert_hierarchical=2)),
     "codes": case("mixtral", 4, Parallel(ep=4, expert_hierarchical=2, expert_dispatch="fp8")),
+    "codes within a node": case("mixtral", 2, Parallel(ep=2, expert_dispatch="fp8")),
     "padded buffers": case("mixtral", 4, Parallel(ep=4, expert_hierarchical=2, expert_padding=4.0)),
     "replicas of experts": case("mixtral", 4, Parallel(ep=2), Zero(stage=2, shard_within=2)),
     "replicated tokens": case("qwen2_moe", 1, Parallel(tp=2, ep=2, sequence=False), **QWEN2),
@@ -406,7 +407,7 @@ SABOTAGES: tuple[tuple[Sabotage, str, str], ...] = (
     (weigh_by_another_row, "two nodes", "loss"),
     (lose_the_gradient_of_weights, "two nodes", GRADIENT),
     (send_codes_alone_to_others, "codes", GRADIENT),
-    (round_gradients_that_cross_alone, "codes", GRADIENT),
+    (round_gradients_that_cross_alone, "codes within a node", GRADIENT),
     (read_gradients_by_scales_of_another_row, "codes", GRADIENT),
     (begin_each_buffer_with_the_first_pairs, "padded buffers", "loss"),
     (take_padding_for_rows, "padded buffers", "loss"),

@@ -158,11 +158,10 @@ class DispatchedRows:
 
     def arrive_back(self) -> Tensor:
         """The tokens' weighted sums of their experts' outputs, [T, H]."""
-        if self.plan.places is None:
+        if self.plan.places is None:  # on one node, as where each crosses
             return round_gradient(self._combine(), self._codec)
         (sums,), self._columns = self._back[0].arrive(*self._columns), ()
-        out = add_up(sums, self.plan.places, self._num_tokens, self.plan.outer.axis.size)
-        return self.plan.outer.spoil(round_gradient(out, self._codec))
+        return self.plan.outer.spoil(add_up(sums, self.plan.places, self._num_tokens, self.plan.outer.axis.size))
 
     def _find_own(self, ids: Tensor, nodes: Tensor) -> Tensor:
         """Numbers of experts on the node of each row.  ids: [rows, k], of the layer's; nodes: [rows] -> [rows, k] int32."""

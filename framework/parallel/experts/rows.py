@@ -25,7 +25,7 @@ experts. Gradients go back in one message in the same way, in the dtypes of what
     message    [ column 0 | column 1 | ... ] of each row: bytes, every column from a multiple of 8 on; a single column as it is
 
 Column 0 may travel as codes (`codec`): hidden states to experts, whose every row is then rounded, a rank's own too, so that no
-result depends on where an expert is; and gradients of results between nodes, of which every one is rounded (`round_gradient`).
+result depends on where an expert is; and gradients of results between nodes, which one node rounds, too (`round_gradient`).
 What is summed travels as it is: results, and the gradient of what was sent, which is the exact one of the rounded rows.
 """
 
