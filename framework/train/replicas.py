@@ -33,6 +33,7 @@ from framework.model.initial import persistent_buffers
 from framework.monitor.progress import name_coordinates
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.replicas import Hashed, find_differing, find_drift, hash_buffer
+from framework.parallel.zero.row_codes import RowCodec
 from framework.train.step import TrainingRun
 
 BUFFER_AXES = ("batch", "tp")
@@ -154,6 +155,8 @@ def _join(told: Mapping[int, Difference]) -> list[list[int]]:
 def _master(buffer: UnitBuffer) -> Iterator[Tensor]:
     if buffer.stored is not None:
         yield from buffer.stored.pieces()
+    elif isinstance(buffer.plan.dtypes.codec, RowCodec):
+        yield buffer.master  # codes and scales: bytes, and no padding
     else:
         # Without padding, which no update touches.
         yield buffer.master[: max(0, buffer.plan.numel - buffer.plan.start)]

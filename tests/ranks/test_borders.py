@@ -20,6 +20,7 @@ from framework.plan.plan import make_plan
 from framework.plan.time import TimeModel
 from framework.recipe.schema import Zero
 from framework.train.build import build
+from framework.train.replicas import check_replicas
 from framework.train.step import train_step
 from framework.verify.layout import share
 from tests.families import Family, build_config, family
@@ -124,6 +125,25 @@ def test_three_stages_of_a_rank_share_weights(pool: RankPool) -> None:
     pipeline = replace(recipe.pipeline, layers=[1] * 6, schedule="interleaved", virtual_stages=3)
     values = {**case.family.config, "num_hidden_layers": 6, "layers_block_type": ["hybrid"] * 6}
     assert_equal(pool, 2, [Case("zamba", Family("zamba", values), {"pp": replace(recipe, pipeline=pipeline)})])
+
+
+def compare(rank: int, world: int, rendezvous: str, case: Case) -> None:
+    """Body: replicas are compared behind a step."""
+    (recipe,) = case.layouts.values()
+    mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
+    run = build(make_plan(recipe, case.config), mesh)
+    train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3)
+    check_replicas(run, 1)
+    mesh.close()
+
+
+def test_stages_meet_shared_weights_in_other_orders(pool: RankPool) -> None:
+    """Two blocks take turns over six layers: the second stage of three begins with the other one."""
+    recipe = make_case("zamba").layouts["pp"]
+    recipe = replace(recipe, pipeline=replace(recipe.pipeline, layers=[3, 3]))
+    config = shrink(CONFIG_MAPPING["zamba2"](num_mem_blocks=2), 6)
+    values = {**config.to_dict(), "layers_block_type": ["hybrid"] * 6, "hybrid_layer_ids": list(range(6))}
+    pool.run(2, compare, Case("zamba2", Family("zamba2", values), {"pp": recipe}))
 
 
 def count_sent(rank: int, world: int, rendezvous: str, case: Case) -> tuple[int, int]:

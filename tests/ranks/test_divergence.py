@@ -16,8 +16,9 @@ from framework.comm.connect import connect
 from framework.errors import EXIT_FAILED, DriftError
 from framework.model.initial import persistent_buffers
 from framework.parallel.zero.buffers import UnitBuffer
+from framework.parallel.zero.row_codes import RowCodec
 from framework.plan.plan import make_plan
-from framework.recipe.schema import Model, Parallel, Pipeline, Recipe, Zero
+from framework.recipe.schema import Adapter, Model, Parallel, Pipeline, Recipe, Zero
 from framework.train import step as step_module
 from framework.train.build import build
 from framework.train.replicas import check_replicas
@@ -103,6 +104,11 @@ def router_weight(run: TrainingRun) -> Tensor:
     return first(run, of, lambda buffer: any(".gate." in slot.name for slot in buffer.slots))
 
 
+def last_code(run: TrainingRun) -> Tensor:
+    """Of a frozen weight that is kept as codes."""
+    return first(run, lambda buffer: buffer.master[-1:], lambda buffer: isinstance(buffer.plan.dtypes.codec, RowCodec))
+
+
 def parameters(run: TrainingRun) -> Tensor:
     """Of the last unit, as this rank has gathered them: elements that are another rank's."""
     buffer = run.buffers[-1]
@@ -121,6 +127,11 @@ LAYOUTS: Mapping[str, tuple[str, Recipe, Mapping[str, tuple[Find, str, bool]]]] 
         "llama",
         recipe_of(Zero(1), "bf16"),
         {"gathered": (parameters, "parameters of ", True)},
+    ),
+    "frozen codes": (
+        "llama",
+        replace(recipe_of(Zero(0)), adapter=Adapter("lora", 2, 2.0, base="fp8")),
+        {"code": (last_code, "master of layers.0", True)},
     ),
     "hsdp, zero 3": (
         "llama",

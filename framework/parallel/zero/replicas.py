@@ -119,6 +119,7 @@ def find_differing(hashed: Iterable[Hashed]) -> list[tuple[Hashed, Communicator]
     found = []
     # In one order on all ranks: stages of a pipeline may meet the axes in different ones.
     for axis, on_axis in sorted(by_axis.items(), key=lambda each: each[0].name):
+        on_axis.sort(key=lambda each: (each.key, each.state))  # nor do they meet what they share in one order
         mine = torch.stack([each.hash for each in on_axis])
         # The largest and the smallest in one message: ~x falls where x rises, and unlike -x it has no overflow.
         largest = torch.cat([mine, ~mine])
