@@ -83,12 +83,14 @@ def restore(
     found: FoundCheckpoints | None = None,
     lease: Lease | None = None,
     load_held: Callable[[Sequence[Entry]], dict[str, Any] | None] = lambda entries: None,
+    since: int = 0,
 ) -> RunState:
     """Fill a run from a step that nodes hold, or from the newest whole checkpoint, whatever layout saved it. found: checkpoints
-    that rank 0 has found already. load_held: fills the entries and returns the state; None where a checkpoint must do."""
+    that rank 0 has found already. load_held: fills the entries and returns the state; None where a checkpoint must do.
+    since: as of `load_newest`, which raises BeforeStage."""
     entries = list(read_entries(run))
     values = load_held(entries) or load_newest(
-        checkpoints, entries, run.mesh.axis("world"), found, lease, updated_names(run)
+        checkpoints, entries, run.mesh.axis("world"), found, lease, updated_names(run), since
     )
     if values is None:
         raise StorageError(

@@ -22,7 +22,7 @@ from framework.checkpoint.commit import (
     retire_newer,
     step_of,
 )
-from framework.checkpoint.load import load_newest
+from framework.checkpoint.load import BeforeStage, load_newest
 from framework.checkpoint.staging import Entry
 from framework.comm.communicator import Communicator
 from framework.errors import EXIT_FAILED, EXIT_USER, CheckpointError, StorageError
@@ -70,6 +70,20 @@ def flip(path):
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
+
+
+def test_damage_before_a_stage_is_set_aside_and_said(root, capsys):
+    """The older checkpoint has other entries, so it is not loaded and nobody is blamed for these."""
+    for step, name in ((1, "weight/of_the_stage_before"), (2, "weight/w"), (3, "weight/w")):
+        filled = Entry(name, Layout((NUMEL,)), torch.full((NUMEL,), float(step)))
+        save_checkpoint(root, step, [filled], {"step": step}, ALONE, 3, lambda point: None)
+    flip(list_checkpoints(root)[0])
+    assert load_newest(root, [entry(0)], ALONE, since=2) == {"step": 2}
+    flip(list_checkpoints(root)[0])
+    with pytest.raises(BeforeStage, match="step-00000001 is of the stage before"):
+        load_newest(root, [entry(0)], ALONE, since=2)
+    assert [step_of(path) for path in list_checkpoints(root)] == [1]
+    assert "step-00000002.bad" in capsys.readouterr().err
 
 
 def tree(folder):
