@@ -214,7 +214,9 @@ class Saves:
     def finish(self, loop: Loop, is_stopped: Callable[[], bool]) -> None:
         """Save the last step, unless that is done, and wait for saves and exports. is_stopped: whether to stop waiting for
         exports."""
-        if not loop.is_done:
+        # A stage that ends before its first step has begun with a checkpoint whose state it has changed: that one stays.
+        is_saved = self.start.held is None and self.start.resumes and not loop.timed
+        if not (loop.is_done or is_saved):
             self.saver.settle()
             self.phases.begin(Phase.SAVE)  # each save has a deadline of its own
             self.save(loop, Goal.DISK, is_last=True)
