@@ -189,6 +189,7 @@ class Saves:
         if loop.rewind_due is not None:
             return
         loop.compare_replicas(is_saved=True)
+        loop.policy.settle_best(loop.state)  # before the state is taken
         if Goal.DISK in goal:  # a request asks for that
             self.watchdog.begin_save()
         run, state = loop.run, loop.state
