@@ -162,8 +162,11 @@ def begin_branch(
     values = load(read)
     assert values is not None, "there is a checkpoint"
     for entry, saved in zip(wanted, read, strict=True):
-        if isinstance(entry.data, Tensor) and isinstance(saved.data, Tensor) and saved is not entry:
-            entry.data.copy_(saved.data)
+        if saved is not entry and isinstance(saved.data, Tensor):  # memory of its own
+            if isinstance(entry.data, Tensor):
+                entry.data.copy_(saved.data)
+            else:
+                entry.data.write(saved.data.to(entry.data.dtype))
     state = RunState.from_json(values)
     if begins_anew:
         state.num_updates, state.squared_norms = 0, None
@@ -225,9 +228,10 @@ def _in_saved_dtype(entry: Entry, known: Mapping[str, tuple[tuple[int, ...], str
     """The entry, with memory of its own where the checkpoint has another dtype: a parameter that is frozen has that of forwards,
     one that is trained that of masters."""
     saved = known.get(entry.name)
-    if saved is None or saved == form_of(entry) or not isinstance(entry.data, Tensor):
+    if saved is None or saved == form_of(entry):
         return entry
-    return replace(entry, data=torch.empty_like(entry.data, dtype=getattr(torch, saved[1])))
+    device = entry.data.device if isinstance(entry.data, Tensor) else None
+    return replace(entry, data=torch.empty(entry.data.shape, dtype=getattr(torch, saved[1]), device=device))
 
 
 def saved_entries(run: TrainingRun) -> Iterator[Entry]:

@@ -20,6 +20,7 @@ from framework.cli import main
 from framework.errors import EXIT_DONE, EXIT_USER
 from framework.launch.directory import RunDirectory
 from framework.mesh.layout import Layout
+from framework.optim.disk_file import MEMORY_FILE_SYSTEMS, file_system_of
 from framework.recipe.compose import load_recipe
 from framework.track.jsonl import METRICS_FILE, read_records
 from tests import tiny_run
@@ -282,6 +283,20 @@ def test_all_mistakes_of_stages_are_one_list(
     for key in ("train.stages.decay.optim.clip", "train.stages.short.data.root"):
         assert key in err
     assert not Path("runs/bad").exists()
+
+
+def test_a_thaw_with_states_on_a_disk_is_a_thaw_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if file_system_of(tmp_path) in MEMORY_FILE_SYSTEMS:
+        pytest.skip(f"{tmp_path} is memory: such a folder is refused")
+    monkeypatch.chdir(tmp_path)
+    tiny_run.write_corpus(tmp_path / "corpus")
+    stages = ("train.stages.cold={until_step: 1, model: {freeze: [embed]}}", "train.stages.warm.model.freeze=[]")
+    words = (*tiny_run.RECIPE, "precision=bf16", *stages, "train.steps=2")
+    assert main(["train", *words, "run.id=memory"]) == EXIT_DONE
+    (tmp_path / "disk").mkdir()
+    away = f"memory.offload={{home: disk, optimizer: 1, disk_path: {tmp_path / 'disk'}}}"
+    assert main(["train", *words, away, "run.id=disk"]) == EXIT_DONE
+    assert weights(Path("runs/disk")) == weights(Path("runs/memory"))
 
 
 @pytest.mark.parametrize("newest", few_of((3, 4), lambda newest: newest == 3))
