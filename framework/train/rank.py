@@ -274,8 +274,8 @@ def train_stage(stage: RunStage, plan: Plan, prepared: Prepared, saves: Saves, g
             saves.finish(loop, is_stopped=lambda: watchdog.requests.requested)
             phases.begin(Phase.CLOSE)
         code = EXIT_DONE if loop.is_done else EXIT_RESUME
-    except MeshwrightError as error:
-        code = error.exit_code
+    except Exception as error:  # any but a second Ctrl-C, which waits for nothing
+        code = error.exit_code if isinstance(error, MeshwrightError) else EXIT_FAILED
         saves.abandon()
         raise
     finally:

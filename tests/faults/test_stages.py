@@ -17,12 +17,14 @@ from framework.checkpoint.commit import list_checkpoints, locate, newest_checkpo
 from framework.checkpoint.load import Reader
 from framework.checkpoint.staging import Entry
 from framework.cli import main
-from framework.errors import EXIT_DONE, EXIT_USER
+from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER
 from framework.launch.directory import RunDirectory
 from framework.mesh.layout import Layout
 from framework.optim.disk_file import MEMORY_FILE_SYSTEMS, file_system_of
 from framework.recipe.compose import load_recipe
 from framework.track.jsonl import METRICS_FILE, read_records
+from framework.train import rank
+from framework.train.saves import Saves
 from tests import tiny_run
 from tests.faults.test_branches import weights
 from tests.grid import IN_TURN, few_of
@@ -283,6 +285,22 @@ def test_all_mistakes_of_stages_are_one_list(
     for key in ("train.stages.decay.optim.clip", "train.stages.short.data.root"):
         assert key in err
     assert not Path("runs/bad").exists()
+
+
+def test_a_save_under_way_gets_its_time_whatever_error_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_run.write_corpus(tmp_path / "corpus")
+    waited: list[Saves] = []
+
+    def abandon(saves: Saves) -> None:
+        waited.append(saves)
+
+    monkeypatch.setattr(Saves, "abandon", abandon)
+    monkeypatch.setattr(rank, "_train_steps", lambda *arguments: [].pop())  # as a plugin's loss
+    assert main(["train", *tiny_run.RECIPE, "train.steps=2", "run.id=failed"]) == EXIT_FAILED
+    assert len(waited) == 1
 
 
 def test_a_thaw_with_states_on_a_disk_is_a_thaw_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
