@@ -21,6 +21,7 @@ without a name.
 before, while attributes may be old by a minute. No clock matters; `since` is for people.
 """
 
+import errno
 import json
 import os
 import re
@@ -188,6 +189,7 @@ def take(run: Path, holder: Holder) -> Lease:
     When it returns, nobody of a former epoch can change a name in the run any more. Raises OSError where the file system fails.
     """
     for name in FOLDERS:
+        refuse_lost_link(run / name)
         (run / name).mkdir(exist_ok=True)
     lease = _claim(run)
     text = json.dumps({"epoch": lease.epoch, **asdict(holder)}) + "\n"
@@ -198,6 +200,13 @@ def take(run: Path, holder: Holder) -> Lease:
         _write_lease(lease, text)
     lease.check()
     return lease
+
+
+def refuse_lost_link(folder: Path) -> None:
+    """OSError where a folder of a run is a link to one that is not there: its disk is not mounted, which is no empty folder."""
+    if folder.is_symlink() and not folder.is_dir():
+        text = f"it is a link to {os.readlink(folder)}, which is not there: is its disk mounted?"
+        raise OSError(errno.ESTALE, text, str(folder))
 
 
 def discard(path: Path) -> None:

@@ -31,6 +31,11 @@ def show_controls(text: str) -> str:
     return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+def first_line(text: object) -> str:
+    """The first line of a text or of an error's, empty where there is none: a bare `assert` has no text."""
+    return next(iter(str(text).splitlines()), "")
+
+
 def in_a_line(text: str) -> str:
     r"""A name or value as a part of one line: `show_controls`, and \n and \r for line ends."""
     return show_controls(text).replace("\r", r"\r").replace("\n", r"\n")

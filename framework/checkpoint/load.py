@@ -26,6 +26,7 @@ from framework.checkpoint.commit import (
     newest_checkpoint,
     open_checkpoint,
     set_aside_newer,
+    step_of,
     unleased,
 )
 from framework.checkpoint.index import (
@@ -50,6 +51,10 @@ from framework.object_store import Place
 BUFFER_BYTES = 8 << 20
 # Boxes that are looked up before any is read, so that they are read in the files' order: some 1.5 KB each.
 MAX_NEEDS = 1 << 16
+
+
+class BeforeStage(CheckpointError):
+    """Damage has led back behind the border of a stage, to a checkpoint that may have other entries."""
 
 
 def load_checkpoint(
@@ -88,13 +93,15 @@ def load_newest(
     found: FoundCheckpoints | None = None,
     lease: Lease | None = None,
     finite: Collection[str] = (),
+    since: int = 0,
 ) -> dict[str, Any] | None:
     """Load the newest checkpoint under `root` that is whole; its state, or None for a run that has never saved. Collective.
 
     Rank 0 looks and broadcasts: others may see an older state of the folder. If one is damaged, or values are not finite
     although the hashes fit, the next older one is tried. Once that is loaded, the damaged ones are set aside as `step-N.bad`,
     with a line on stderr. Raises what `find_newest` raises. found: what rank 0 has found and broadcast already. lease: of the
-    run, None for a run without a launcher. finite: names of entries whose values must be finite.
+    run, None for a run without a launcher. finite: names of entries whose values must be finite. since: the first step that has
+    these entries; where no whole checkpoint is as new, damaged ones are set aside, and all ranks raise BeforeStage.
     """
     entries = list(entries)
     damaged: dict[Place, DamagedCheckpoint] = {}
@@ -102,6 +109,10 @@ def load_newest(
         found = found or broadcast_object(partial(find_newest, root, damaged), world)
         if found.newest is None:
             return None
+        if step_of(found.newest) < since:
+            if world.rank == 0:
+                set_aside_newer(found, lease or unleased(root))
+            raise BeforeStage(f"{found.newest} is of the stage before: all newer checkpoints are damaged")
         try:
             state = load_checkpoint(found.newest, entries, world, manifest=found.manifest)
             judged = [entry for entry in entries if entry.name in finite]

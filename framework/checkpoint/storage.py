@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from framework.lease import refuse_lost_link
 from framework.object_store import ObjectPath, Place, open_place, read
 
 CHECKPOINTS = "checkpoints"
@@ -36,11 +37,13 @@ REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT)
 
 
 def checkpoints_of(run: Path) -> Place:
-    """The place of the checkpoints of the run at `run`. Raises StorageError."""
+    """The place of the checkpoints of the run at `run`. Raises StorageError, also where it is a link to a disk that is not
+    mounted: to nobody is that an empty folder."""
     pointer = run / POINTER
     try:
         return open_place(read(pointer.read_text, pointer).strip(), run)
     except FileNotFoundError:
+        read(partial(refuse_lost_link, run / CHECKPOINTS), run / CHECKPOINTS)
         return run / CHECKPOINTS
 
 

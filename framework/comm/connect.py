@@ -39,6 +39,7 @@ from framework.comm.groups import (
 from framework.errors import ConnectionFailed, NodeError, RecipeError, TopologyError
 from framework.host import stay_near
 from framework.mesh.topology import Topology
+from framework.output import first_line
 from framework.torch_private import connect_eagerly, make_group_in_store, restart_group_names, set_group_timeout
 
 # The variable in which a launcher gives each rank the secret of this start.
@@ -211,7 +212,7 @@ def _open_store(url: str, rank: int, world: int, timeout: timedelta) -> dist.Sto
     except RuntimeError as error:
         raise ConnectionFailed(
             f"the store of rank 0, in which {world} ranks meet, cannot be reached, or not all have come to it:"
-            f" see the logs of the others ({str(error).splitlines()[0]})"
+            f" see the logs of the others ({first_line(error)})"
         ) from error
 
 

@@ -65,7 +65,6 @@ def submit(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path], *, dry
         return _show([resume_recipe(run, overrides, recipe_dirs)[0] if goes_on else recipe], run.path)
     held = go_on(run, overrides, recipe_dirs, _refuse_busy) if goes_on else begin(recipe)
     with held as (run, lease, part):
-        _write(run, lease, part)
         return _queue(run, lease, part, overrides)
 
 
@@ -184,12 +183,15 @@ def _write(run: RunDirectory, lease: Lease, part: RunPart) -> None:
 
 def _queue(run: RunDirectory, lease: Lease, part: RunPart, overrides: list[str]) -> int:
     jobs: list[str] = []
-    # For the script, which ends or awaits what is left of its chain: another run's jobs may bear the same name.
-    with explain_errors(run.path), run.jobs.open("w") as ids:
-        for _ in range(part.recipe.launch.chain):
-            jobs.append(submit_script(run.script, after=jobs[-1] if jobs else None))
-            print(jobs[-1], file=ids, flush=True)
-    part.note(run, lease, overrides, jobs=jobs, **describe_software())
+    try:
+        _write(run, lease, part)
+        # For the script, which ends or awaits what is left of its chain: another run's jobs may bear the same name.
+        with explain_errors(run.path), run.jobs.open("w") as ids:
+            for _ in range(part.recipe.launch.chain):
+                jobs.append(submit_script(run.script, after=jobs[-1] if jobs else None))
+                print(jobs[-1], file=ids, flush=True)
+    finally:  # also where sbatch refuses: recipe.yaml is written, and the first jobs of a chain may be queued
+        part.note(run, lease, overrides, jobs=jobs, **describe_software())
     print(_next_steps(run, jobs, [f"log      {run.job_log}", f"resume   {resume_command(run, part.recipe)}"]))
     return EXIT_DONE
 

@@ -29,6 +29,7 @@ from framework.launch.resume import compose_branch, compose_run, find_saved, req
 from framework.lease import Lease
 from framework.monitor.goodput import find_age_s, note_gone, note_launch
 from framework.monitor.progress import Phase, PhaseBar
+from framework.output import first_line
 from framework.plan.auto import require_layout
 from framework.recipe.compose import compose, expand_sweep
 from framework.recipe.derive import derive, has_range
@@ -158,7 +159,7 @@ def conclude(run: RunDirectory, recipe: Recipe, code: int) -> str:
     try:
         step = saved_step(run)
     except MeshwrightError as error:
-        return f"run      {run.path} ended with exit code {code}\nsaved    {str(error).splitlines()[0]}"
+        return f"run      {run.path} ended with exit code {code}\nsaved    {first_line(error)}"
     if code == EXIT_DONE:
         return f"run      {run.path}\nlonger   {resume_command(run, recipe, f'train.steps={2 * step}')}"
     how = "saved" if code == EXIT_RESUME else f"ended with exit code {code}; the newest checkpoint is"

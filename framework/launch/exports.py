@@ -54,7 +54,9 @@ class Exports:
         self._resume()
 
     def _resume(self) -> None:
-        """Ask for the export that an earlier start has left undone."""
+        """Ask for the export that an earlier start has left undone. Only a rank that asks looks at the checkpoints."""
+        if self._every_steps is None:
+            return
         due = [step for step in map(step_of, list_checkpoints(checkpoints_of(self._lease.run))) if self._is_due(step)]
         undone = [step for step in due if not committed_name(self._root, step).exists()]
         if undone:

@@ -22,6 +22,7 @@ from itertools import groupby
 from framework.errors import MeshwrightError, RecipeError
 from framework.imports import loading_libraries
 from framework.mesh.topology import BLOCK_AXES, Placement, place
+from framework.output import first_line
 from framework.recipe.check import check_recipe
 from framework.recipe.derive import Derived, at_nodes, has_range, node_counts
 from framework.recipe.schema import Recipe
@@ -95,7 +96,7 @@ def _plan_count(recipe: Recipe, nodes: int, is_most: bool) -> NodeCount:
     except MeshwrightError as error:
         if is_most:
             raise
-        return NodeCount(nodes, "", str(error).splitlines()[0])
+        return NodeCount(nodes, "", first_line(error))
     derived = plan.derived
     batch = f"{derived.accumulation} x {derived.sequences_per_microbatch} sequences on a rank"
     return NodeCount(nodes, f"dp={derived.dp}, {batch}, at most {show_bytes(need)} each")

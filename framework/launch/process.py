@@ -31,7 +31,7 @@ from framework.launch.nodes import NODES, find_rank
 from framework.lease import Holder, read_lease
 from framework.mesh.topology import place
 from framework.monitor.goodput import Job
-from framework.output import keep_streams
+from framework.output import first_line, keep_streams
 from framework.recipe.derive import Derived
 from framework.recipe.plugins import describe_plugins
 from framework.recipe.schema import Launch, Recipe
@@ -66,7 +66,7 @@ def report_error(error: Exception) -> int:
         return code
     text = str(error) if isinstance(error, MeshwrightError) else traceback.format_exc()
     if is_task() and not claim_outcome(code):  # a rank that fails because of another: a line in the job's log
-        text = f"ends as well: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        text = f"ends as well: {type(error).__name__}: {first_line(error)[:200]}"
     rank = os.environ.get("RANK", os.environ["SLURM_PROCID"] if is_task() else None)
     print(text if rank is None else f"[rank {rank}] {text}", file=sys.stderr)
     return code
@@ -287,11 +287,16 @@ def claim_outcome(code: int) -> bool:
         _, holder = read_lease(path.parent.parent)
         if holder is not None and describe_start().is_older_start(holder):
             return True
-    with suppress(FileExistsError):
+    try:
         with open(path, "x") as file:
             file.write(f"{code}\n")
-        return True
-    return False
+    except FileExistsError:
+        return False
+    except (
+        OSError
+    ):  # on a full disk nobody is the first, so each rank says all that it knows, and ends with its own code
+        pass
+    return True
 
 
 def describe_job(run_dir: Path) -> Job:

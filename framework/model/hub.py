@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from framework.errors import ModelError
 from framework.model.safetensors_files import find_files, fingerprint_files
+from framework.output import first_line
 from framework.recipe.schema import Model
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -56,7 +57,7 @@ def resolve_folder(
     except HfHubHTTPError as error:
         raise ModelError(
             f"{key}={_at(name_or_path, revision)} is no folder here and the hub refuses it"
-            f" ({str(error).splitlines()[0]}): correct the name or the revision; for a gated or private model accept its terms"
+            f" ({first_line(error)}): correct the name or the revision; for a gated or private model accept its terms"
             " and run `hf auth login`"
         ) from error
 

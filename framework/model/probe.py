@@ -26,6 +26,7 @@ from framework.model.routers import LoadBalancingLoss, Routers, find_routers
 from framework.model.shrink import shrink
 from framework.model.stage import StageModel, copy_stage, find_following, hollow_out, refuse_split, split_stages
 from framework.model.units import Unit, find_last_module, find_layers, find_units
+from framework.output import first_line
 
 # Differences relative to the largest number: above the rounding of fp32, below what anything else makes. Of 54 families, those
 # that keep documents apart differ by 4e-7 at most, the others by 1e-2 at least.
@@ -274,7 +275,7 @@ def refuse_mixed_dtypes(model: PreTrainedModel, config: PretrainedConfig, comput
             dtype = str(compute).removeprefix("torch.")
             raise ModelError(
                 f"{config.model_type} does not run in {dtype} on a CPU, because its {tables[0]} stays fp32"
-                f" ({str(error).splitlines()[0]}). Use precision=fp32"
+                f" ({first_line(error)}). Use precision=fp32"
             ) from error
 
 

@@ -198,9 +198,10 @@ class Stopwatch:
 
 @dataclass(eq=False)
 class Save:
-    """A save that is under way, behind training perhaps."""
+    """A save that is under way, behind training perhaps. answers: whether it began after a request to save."""
 
     step: int | None
+    answers: bool = False
 
 
 @dataclass(eq=False)

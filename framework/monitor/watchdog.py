@@ -112,7 +112,6 @@ class Watchdog:
         # Requests to stop and to save.
         self._hears, self._listening = False, threading.Lock()
         self._asked_s: float | None = None  # since when the rank is asked to stop, by the monotonic clock
-        self._answers_request = False  # whether the save under way is what was asked for
         self._under_way: tuple[int, float] | None = None  # the step and when it began
         self._said_s = 0.0  # how long the step under way had lasted when that was last said
         # The other ranks.
@@ -185,19 +184,19 @@ class Watchdog:
 
     def begin_save(self) -> None:
         """A save begins, which answers a request that is there. A request that comes from now on asks for a later step."""
-        self.progress.saves.append(Save(self.progress.phases.current.step))
-        self._answers_request = self.requests.wants_save
+        # In this order, for the thread that looks for requests.
+        self.progress.saves.append(Save(self.progress.phases.current.step, self.requests.wants_save))
         self.requests.wants_save = False
 
     def end_save(self, is_committed: bool) -> None:
         """A save has ended, in any thread. A request stays where its save failed, so that the next step saves once more."""
-        self.progress.saves.popleft()
-        if self._answers_request and is_committed and self._folder is not None:
+        save = self.progress.saves[0]
+        if save.answers and is_committed and self._folder is not None:
             lease = self.progress.lease or Lease(self._folder)
             # A request that stays is answered once more, here or by the next holder of the lease; the save was good.
             with suppress(OSError, LeaseLost):
                 lease.remove(lease.run / SAVE_FILE)
-        self._answers_request = False
+        self.progress.saves.popleft()
 
     def say(self, text: str) -> None:
         """Print a line for people, on rank 0."""
@@ -214,7 +213,9 @@ class Watchdog:
             with suppress(OSError):
                 is_stop = (self._folder / STOP_FILE).exists()
                 # In this order: the file goes before the answer counts as given.
-                self.requests.wants_save |= not self._answers_request and (self._folder / SAVE_FILE).exists()
+                is_answered = any(each.answers for each in tuple(self.progress.saves))
+                if not is_answered and (self._folder / SAVE_FILE).exists():
+                    self.requests.wants_save = True
         self.requests.requested |= is_stop
         return is_stop
 

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from framework.errors import RecipeError
+from framework.output import first_line
 from framework.recipe.check import LAYOUT_KEYS, check_recipe
 from framework.recipe.convert import LAYOUT, MANDATORY, apply_part, load_recipe, read_base, save_recipe, to_recipe
 from framework.recipe.derive import count_dp, count_ranks, find_world_problems
@@ -191,7 +192,7 @@ def _resolve_group(
             found = tree[name] if "${" in str(value) else value
             plain[name] = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
         except (OmegaConfBaseException, ValueError) as error:
-            problems.append(Problem(where, value, str(error).splitlines()[0], "", origin_of(origins, where)))
+            problems.append(Problem(where, value, first_line(error), "", origin_of(origins, where)))
     return plain
 
 

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from framework.errors import RecipeError
+from framework.output import first_line
 from framework.recipe.convert import CLUSTER, LAYOUT
 from framework.recipe.environment import HIDDEN, is_private
 from framework.recipe.files import (
@@ -108,7 +109,7 @@ def apply_values(tree: DictConfig, values: Iterable[Override], origins: dict[str
         try:
             problem = _apply(tree, override, origins)
         except OmegaConfBaseException as error:  # such as a malformed ${interpolation}
-            problem = Problem(override.key_or_group, override.value(), str(error).splitlines()[0], "", COMMAND_LINE)
+            problem = Problem(override.key_or_group, override.value(), first_line(error), "", COMMAND_LINE)
         if problem:
             problems.append(problem)
     return problems

@@ -59,6 +59,8 @@ class SavePolicy:
         self._last_save_s = time.monotonic()  # of the last checkpoint
         self._last_step, self._copy_is_due = -2, False
         self._is_best = False
+        # The best before the one whose save is not known to have ended well: its step, its loss, and what chose it.
+        self._former_best: tuple[int | None, float | None, str] | None = None
 
     def find_goal(self, state: RunState, flags: Flags) -> Goal:
         """Where to save the step now: nowhere, into a checkpoint, into the nodes' memory, or both."""
@@ -93,9 +95,20 @@ class SavePolicy:
             loss = None if by not in scores else scores[by] if is_better_low(by) else -scores[by]
         if by and loss is not None:
             former = state.best_validation_loss if state.best_by == str(by) else None
-            self._is_best = broadcast_object(partial(is_best, loss, former), world)
-            if self._is_best:
+            if broadcast_object(partial(is_best, loss, former), world):
+                self.settle_best(state)  # the save of this one would wait as well
+                self._is_best = True
+                self._former_best = state.best_step, state.best_validation_loss, state.best_by
                 state.best_step, state.best_validation_loss, state.best_by = state.step, loss, str(by)
+
+    def settle_best(self, state: RunState) -> None:
+        """Wait for the save of the best weights, if one has begun; where it has failed the best before them, of which there is a
+        checkpoint, is the best again. All ranks know alike how a save has ended."""
+        if self._former_best is not None and not self._is_best:
+            self.saver.settle()
+            if self.saver.failures_in_a_row:
+                state.best_step, state.best_validation_loss, state.best_by = self._former_best
+            self._former_best = None
 
     def end_save(self, step: int, goal: Goal) -> None:
         """A save of the step has begun: start the clock of `checkpoint.every_minutes` anew."""
@@ -107,7 +120,7 @@ class SavePolicy:
 
     def go_back(self) -> None:
         """The run has gone back to an older step."""
-        self._last_step, self._copy_is_due, self._is_best = -2, False, False
+        self._last_step, self._copy_is_due, self._is_best, self._former_best = -2, False, False, None
 
     def _is_saving(self, state: RunState, flags: Flags) -> bool:
         """Whether a save may be under way on any rank: the same answer on all."""
@@ -319,20 +332,9 @@ class Loop:
         waits = self.run.mesh.waits.ended
         self._read()
         seconds, exposed = time.perf_counter() - started, self.run.exposed_communication.take()
+        cursor = state.step, state.samples, state.tokens
         self._unread = PendingStep(
-            sums,
-            state.step,
-            state.samples,
-            state.tokens,
-            lr,
-            limits,
-            seconds,
-            times,
-            exposed,
-            waits,
-            traffic,
-            loads,
-            squared_moment,
+            sums, *cursor, lr, limits, seconds, times, exposed, waits, traffic, loads, squared_moment
         )
 
     def _report_validation(self) -> None:

@@ -150,19 +150,20 @@ def find_slow(seconds: Mapping[int, float], noise_s: float) -> dict[int, float]:
 
 
 def check_room(plan: Plan, run_dir: Path) -> list[NodeFinding]:
-    """Check the disk for room for `checkpoint.keep` checkpoints and one that is being written."""
+    """Check the disk of the checkpoints, which need not be the run's, for room for `checkpoint.keep` of them and one that is
+    being written."""
     keep, here = plan.recipe.checkpoint.keep, checkpoints_of(run_dir)
     if isinstance(here, ObjectPath):
         return []  # a store does not say how much room it has
     try:
-        each, free = checkpoint_bytes(plan), shutil.disk_usage(run_dir).free
+        each, free = checkpoint_bytes(plan), shutil.disk_usage(here).free
     except OSError:
         return []  # a save says more of it
     to_come = max(1, keep + 1 - len(list_checkpoints(here)))
     if free >= to_come * each:
         return []
     text = (
-        f"{run_dir} has {show_bytes(free)} of free space, and the run writes {to_come} more checkpoints of about"
+        f"{here.resolve()} has {show_bytes(free)} of free space, and the run writes {to_come} more checkpoints of about"
         f" {show_bytes(each)} before it removes one: free space, lower checkpoint.keep, or a save fails"
     )
     return [NodeFinding(platform.node(), text)]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from framework.checkpoint.held import StartPoint
+from framework.checkpoint.load import BeforeStage
 from framework.comm.connect import (
     Mesh,
     choose_device,
@@ -231,19 +232,19 @@ def train_stage(stage: RunStage, plan: Plan, prepared: Prepared, saves: Saves, g
             free_memory(mesh.device)
         run = build(plan, mesh, has_weights, run_dir.name)
         phases.begin(Phase.RESTORE)
-        begins = resumes and saves.start.step == stage.start
-        if begins:
-            state = saves.begin_stage(run, prepared.fingerprint, recipe)
-        elif resumes:
-            state = saves.restore(run)
-        elif origin is not None and has_weights:
-            state = begin_from(run, run_dir.name, origin, prepared.fingerprint, recipe)
-            broadcast_object(partial(copy_curves, origin, RunDirectory(run_dir), lease), mesh.axis("world"))
-        else:
-            state = RunState(run_dir.name, prepared.fingerprint)
-    if resumes and state.step < stage.start + (not begins):
-        run.close()
-        return None
+        try:
+            if resumes and saves.start.step == stage.start:
+                state = saves.begin_stage(run, prepared.fingerprint, recipe)
+            elif resumes:
+                state = saves.restore(run, since=stage.start + 1)
+            elif origin is not None and has_weights:
+                state = begin_from(run, run_dir.name, origin, prepared.fingerprint, recipe)
+                broadcast_object(partial(copy_curves, origin, RunDirectory(run_dir), lease), mesh.axis("world"))
+            else:
+                state = RunState(run_dir.name, prepared.fingerprint)
+        except BeforeStage:
+            run.close()
+            return None
     _settle_identity(stage.whole, prepared, mesh, lease, state)
     state.weights = {source.name: source.weight for source in prepared.sources}
     info = describe_run(stage.whole, plan, prepared, mesh, run_dir, state.step)
@@ -273,8 +274,8 @@ def train_stage(stage: RunStage, plan: Plan, prepared: Prepared, saves: Saves, g
             saves.finish(loop, is_stopped=lambda: watchdog.requests.requested)
             phases.begin(Phase.CLOSE)
         code = EXIT_DONE if loop.is_done else EXIT_RESUME
-    except MeshwrightError as error:
-        code = error.exit_code
+    except Exception as error:  # any but a second Ctrl-C, which waits for nothing
+        code = error.exit_code if isinstance(error, MeshwrightError) else EXIT_FAILED
         saves.abandon()
         raise
     finally:

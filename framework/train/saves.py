@@ -40,7 +40,7 @@ from framework.checkpoint.commit import (
 )
 from framework.checkpoint.folder import report
 from framework.checkpoint.held import HeldSteps, StartPoint, begin_generation
-from framework.checkpoint.load import load_newest
+from framework.checkpoint.load import BeforeStage, load_newest
 from framework.checkpoint.neighbors import CopyKeeper, Neighbours, meet_neighbours
 from framework.checkpoint.node_memory import NO_BIRTH, memory_of
 from framework.checkpoint.save import Goal, Saver
@@ -141,11 +141,12 @@ class Saves:
             hold=self.keeper.hold,
         )
 
-    def restore(self, run: TrainingRun) -> RunState:
-        """Fill the run with the step from which it goes on; print which one if nodes held it."""
+    def restore(self, run: TrainingRun, since: int) -> RunState:
+        """Fill the run with the step from which it goes on; print which one if nodes held it. Raises BeforeStage where that is
+        none since step `since`."""
         held = self.start.held
         if held is None:
-            return restore(run, self.root, self.start.found, self.lease)
+            return restore(run, self.root, self.start.found, self.lease, since=since)
 
         def load_held(entries: Sequence[Entry]) -> dict[str, Any] | None:
             values = self.copies.load(held, entries, updated_names(run))
@@ -153,16 +154,18 @@ class Saves:
                 report(f"going on from step {held.name.step:,}, which the memory of the run's nodes holds")
             return values
 
-        return restore(run, self.root, lease=self.lease, load_held=load_held)
+        return restore(run, self.root, lease=self.lease, load_held=load_held, since=since)
 
     def begin_stage(self, run: TrainingRun, data: str, recipe: Recipe) -> RunState:
-        """Fill the run with the checkpoint with which the stage before has ended. Arguments as of `begin_branch`."""
+        """Fill the run with the checkpoint with which the stage before has ended. Arguments as of `begin_branch`. Raises
+        BeforeStage where that is damaged."""
         found, world = self.start.found, self.mesh.axis("world")
         assert found is not None, "the last step of a stage is in a checkpoint"
         assert found.manifest is not None, "the last step of a stage is in a checkpoint"
 
         def load(entries: Sequence[Entry]) -> dict[str, Any] | None:
-            return load_newest(self.root, entries, world, found, self.lease, updated_names(run))
+            finite, since = updated_names(run), self.start.step
+            return load_newest(self.root, entries, world, found, self.lease, finite, since)
 
         return begin_branch(run, self.lease.run.name, found.manifest, load, data, recipe)
 
@@ -186,6 +189,7 @@ class Saves:
         if loop.rewind_due is not None:
             return
         loop.compare_replicas(is_saved=True)
+        loop.policy.settle_best(loop.state)  # before the state is taken
         if Goal.DISK in goal:  # a request asks for that
             self.watchdog.begin_save()
         run, state = loop.run, loop.state
@@ -211,7 +215,9 @@ class Saves:
     def finish(self, loop: Loop, is_stopped: Callable[[], bool]) -> None:
         """Save the last step, unless that is done, and wait for saves and exports. is_stopped: whether to stop waiting for
         exports."""
-        if not loop.is_done:
+        # A stage that ends before its first step has begun with a checkpoint whose state it has changed: that one stays.
+        is_saved = self.start.held is None and self.start.resumes and not loop.timed
+        if not (loop.is_done or is_saved):
             self.saver.settle()
             self.phases.begin(Phase.SAVE)  # each save has a deadline of its own
             self.save(loop, Goal.DISK, is_last=True)
@@ -261,10 +267,10 @@ def rewind(loop: Loop, saver: Saver, lease: Lease) -> None:
     saver.settle()
     loop.run.optimizer.wait_for_readers()
     broadcast_object(partial(_retire, lease, root, due, spiked.rewinds, loop), world)
-    state = restore(loop.run, root, lease=lease)
-    if loop.first_step and state.step <= loop.first_step:
-        # Newer ones are damaged. The next start begins with this one, in its own stage.
-        raise NumericsError(_explain(due, *_over_border(loop.first_step)))
+    try:
+        state = restore(loop.run, root, lease=lease, since=loop.first_step and loop.first_step + 1)
+    except BeforeStage as error:  # the next start begins with that checkpoint, in its own stage
+        raise NumericsError(_explain(due, *_over_border(loop.first_step))) from error
     best = state.best_step
     # A later one may have taken its place.
     if best is not None and not broadcast_object(lambda: locate(root, best) is not None, world):

@@ -83,12 +83,14 @@ def restore(
     found: FoundCheckpoints | None = None,
     lease: Lease | None = None,
     load_held: Callable[[Sequence[Entry]], dict[str, Any] | None] = lambda entries: None,
+    since: int = 0,
 ) -> RunState:
     """Fill a run from a step that nodes hold, or from the newest whole checkpoint, whatever layout saved it. found: checkpoints
-    that rank 0 has found already. load_held: fills the entries and returns the state; None where a checkpoint must do."""
+    that rank 0 has found already. load_held: fills the entries and returns the state; None where a checkpoint must do.
+    since: as of `load_newest`, which raises BeforeStage."""
     entries = list(read_entries(run))
     values = load_held(entries) or load_newest(
-        checkpoints, entries, run.mesh.axis("world"), found, lease, updated_names(run)
+        checkpoints, entries, run.mesh.axis("world"), found, lease, updated_names(run), since
     )
     if values is None:
         raise StorageError(
@@ -160,8 +162,11 @@ def begin_branch(
     values = load(read)
     assert values is not None, "there is a checkpoint"
     for entry, saved in zip(wanted, read, strict=True):
-        if isinstance(entry.data, Tensor) and isinstance(saved.data, Tensor) and saved is not entry:
-            entry.data.copy_(saved.data)
+        if saved is not entry and isinstance(saved.data, Tensor):  # memory of its own
+            if isinstance(entry.data, Tensor):
+                entry.data.copy_(saved.data)
+            else:
+                entry.data.write(saved.data.to(entry.data.dtype))
     state = RunState.from_json(values)
     if begins_anew:
         state.num_updates, state.squared_norms = 0, None
@@ -223,9 +228,10 @@ def _in_saved_dtype(entry: Entry, known: Mapping[str, tuple[tuple[int, ...], str
     """The entry, with memory of its own where the checkpoint has another dtype: a parameter that is frozen has that of forwards,
     one that is trained that of masters."""
     saved = known.get(entry.name)
-    if saved is None or saved == form_of(entry) or not isinstance(entry.data, Tensor):
+    if saved is None or saved == form_of(entry):
         return entry
-    return replace(entry, data=torch.empty_like(entry.data, dtype=getattr(torch, saved[1])))
+    device = entry.data.device if isinstance(entry.data, Tensor) else None
+    return replace(entry, data=torch.empty(entry.data.shape, dtype=getattr(torch, saved[1]), device=device))
 
 
 def saved_entries(run: TrainingRun) -> Iterator[Entry]:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,18 +13,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from framework.checkpoint.commit import locate, newest_checkpoint
+from framework.checkpoint.commit import list_checkpoints, locate, newest_checkpoint, step_of
 from framework.checkpoint.load import Reader
 from framework.checkpoint.staging import Entry
 from framework.cli import main
-from framework.errors import EXIT_DONE, EXIT_USER
+from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER
 from framework.launch.directory import RunDirectory
 from framework.mesh.layout import Layout
+from framework.optim.disk_file import MEMORY_FILE_SYSTEMS, file_system_of
 from framework.recipe.compose import load_recipe
 from framework.track.jsonl import METRICS_FILE, read_records
+from framework.train import rank
+from framework.train.saves import Saves
 from tests import tiny_run
 from tests.faults.test_branches import weights
-from tests.grid import IN_TURN
+from tests.grid import IN_TURN, few_of
+from tests.unit.test_checkpoint_newest import flip
 
 pytestmark = IN_TURN
 
@@ -280,3 +285,53 @@ def test_all_mistakes_of_stages_are_one_list(
     for key in ("train.stages.decay.optim.clip", "train.stages.short.data.root"):
         assert key in err
     assert not Path("runs/bad").exists()
+
+
+def test_a_save_under_way_gets_its_time_whatever_error_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_run.write_corpus(tmp_path / "corpus")
+    waited: list[Saves] = []
+
+    def abandon(saves: Saves) -> None:
+        waited.append(saves)
+
+    monkeypatch.setattr(Saves, "abandon", abandon)
+    monkeypatch.setattr(rank, "_train_steps", lambda *arguments: [].pop())  # as a plugin's loss
+    assert main(["train", *tiny_run.RECIPE, "train.steps=2", "run.id=failed"]) == EXIT_FAILED
+    assert len(waited) == 1
+
+
+def test_a_thaw_with_states_on_a_disk_is_a_thaw_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if file_system_of(tmp_path) in MEMORY_FILE_SYSTEMS:
+        pytest.skip(f"{tmp_path} is memory: such a folder is refused")
+    monkeypatch.chdir(tmp_path)
+    tiny_run.write_corpus(tmp_path / "corpus")
+    stages = ("train.stages.cold={until_step: 1, model: {freeze: [embed]}}", "train.stages.warm.model.freeze=[]")
+    words = (*tiny_run.RECIPE, "precision=bf16", *stages, "train.steps=2")
+    assert main(["train", *words, "run.id=memory"]) == EXIT_DONE
+    (tmp_path / "disk").mkdir()
+    away = f"memory.offload={{home: disk, optimizer: 1, disk_path: {tmp_path / 'disk'}}}"
+    assert main(["train", *words, away, "run.id=disk"]) == EXIT_DONE
+    assert weights(Path("runs/disk")) == weights(Path("runs/memory"))
+
+
+@pytest.mark.parametrize("newest", few_of((3, 4), lambda newest: newest == 3))
+def test_damage_leads_back_over_a_border(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newest: int) -> None:
+    """The newest checkpoint ends a stage, or is of the next one, and the newest whole one has other entries."""
+    monkeypatch.chdir(tmp_path)
+    tiny_run.write_corpus(tmp_path / "corpus")
+    stages = ("train.stages.cold={until_step: 2, model: {freeze: [embed]}}", "train.stages.warm.until_step=3")
+    last = ("train.stages.warm.model.freeze=[]", "train.stages.last.optim={name: lion, betas: [0.9, 0.99], lr: 1e-4}")
+    words = (*tiny_run.RECIPE, "precision=bf16", *stages, *last, "checkpoint.every_steps=1", "checkpoint.keep=9")
+    assert main(["train", *words, "train.steps=5", "run.id=whole"]) == EXIT_DONE
+    shutil.copytree("runs/whole", "runs/hurt")
+    for path in list_checkpoints(RunDirectory(Path("runs/hurt")).checkpoints):
+        assert isinstance(path, Path)
+        if step_of(path) > newest:
+            shutil.rmtree(path)
+        elif step_of(path) > 2:
+            flip(path)
+    assert main(["train", "run.id=hurt"]) == EXIT_DONE
+    assert weights(Path("runs/hurt")) == weights(Path("runs/whole"))

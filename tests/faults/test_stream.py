@@ -3,9 +3,12 @@
 import json
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -91,3 +94,30 @@ def test_a_stop_is_heard_while_tokens_are_waited_for(
     assert process.returncode == EXIT_RESUME, said
     assert main(["train", *words]) == EXIT_DONE
     assert [step for step, *_ in curve("stopped")] == [1, 2]
+
+
+def test_a_stop_before_the_first_step_of_a_stage_leaves_the_checkpoint_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(beside, "HEAD_BYTES", 1)
+    write_corpus(tmp_path / "corpus.jsonl")
+    stages = ("train.stages.short.until_step=2", "train.stages.long.batch.context=32", "train.steps=3")
+    words, run = (*RECIPE, *stages, "run.id=staged"), Path("runs/staged")
+    assert main(["train", *words]) == EXIT_DONE
+    shutil.rmtree(run / "checkpoints" / "step-00000003")
+    assert forget_rest() > 1
+    (store,) = Path("tokens").glob("files-*")
+    has_ended = threading.Event()
+
+    def ask() -> None:
+        while not has_ended.wait(0.2):  # a launch forgets what was asked before it
+            (run / "request-stop").touch()
+
+    with hold_lock(store, is_told=False), ThreadPoolExecutor(1) as asking:
+        asking.submit(ask)
+        try:
+            assert main(["train", *words]) == EXIT_RESUME
+        finally:
+            has_ended.set()
+    assert [path.name for path in (run / "checkpoints").glob("step-*")] == ["step-00000002"]

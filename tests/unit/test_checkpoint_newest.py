@@ -22,10 +22,13 @@ from framework.checkpoint.commit import (
     retire_newer,
     step_of,
 )
-from framework.checkpoint.load import load_newest
+from framework.checkpoint.load import BeforeStage, load_newest
 from framework.checkpoint.staging import Entry
 from framework.comm.communicator import Communicator
 from framework.errors import EXIT_FAILED, EXIT_USER, CheckpointError, StorageError
+from framework.launch.directory import RunDirectory
+from framework.launch.places import place_checkpoints
+from framework.launch.resume import saved_step
 from framework.lease import Lease
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Axis
@@ -70,6 +73,36 @@ def flip(path):
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
+
+
+@pytest.mark.parametrize("is_noted", [False, True])
+def test_a_disk_that_is_not_mounted_is_no_empty_folder(tmp_path, is_noted):
+    run, place = RunDirectory.create(tmp_path / "runs", "x", "run"), tmp_path / "disk"
+    place_checkpoints(run.path, str(place))
+    save(run.checkpoints, 2)
+    if not is_noted:
+        (run.path / "checkpoints.json").unlink()
+    place.rename(tmp_path / "away")
+    for ask in (saved_step, lambda run: run.lock().__enter__()):
+        with pytest.raises(StorageError, match="which is not there: is its disk mounted") as raised:
+            ask(run)
+        assert raised.value.exit_code == EXIT_FAILED
+    (tmp_path / "away").rename(place)
+    assert saved_step(run) == 2
+
+
+def test_damage_before_a_stage_is_set_aside_and_said(root, capsys):
+    """The older checkpoint has other entries, so it is not loaded and nobody is blamed for these."""
+    for step, name in ((1, "weight/of_the_stage_before"), (2, "weight/w"), (3, "weight/w")):
+        filled = Entry(name, Layout((NUMEL,)), torch.full((NUMEL,), float(step)))
+        save_checkpoint(root, step, [filled], {"step": step}, ALONE, 3, lambda point: None)
+    flip(list_checkpoints(root)[0])
+    assert load_newest(root, [entry(0)], ALONE, since=2) == {"step": 2}
+    flip(list_checkpoints(root)[0])
+    with pytest.raises(BeforeStage, match="step-00000001 is of the stage before"):
+        load_newest(root, [entry(0)], ALONE, since=2)
+    assert [step_of(path) for path in list_checkpoints(root)] == [1]
+    assert "step-00000002.bad" in capsys.readouterr().err
 
 
 def tree(folder):

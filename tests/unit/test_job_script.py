@@ -3,7 +3,7 @@
 import json
 import re
 import subprocess
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +11,10 @@ import pytest
 from framework.checkpoint.held import LINEAGE_FILE, RunLineage
 from framework.checkpoint.node_memory import run_memory
 from framework.commands import submit
+from framework.errors import RunError
 from framework.launch.directory import RunDirectory
 from framework.launch.parts import RunPart
+from framework.launch.resume import resume_recipe
 from framework.lease import Lease
 from framework.recipe.compose import compose
 
@@ -311,6 +313,32 @@ def test_submit_notes_the_jobs_of_a_chain_before_the_next_is_queued(tmp_path, mo
     assert submit._queue(run, Lease(run.path), RunPart(recipe, 0, None, ()), []) == 0
     assert noted == [[], ["8"], ["8", "9"]]
     assert run.jobs.read_text().split() == run.read_record()["launches"][-1]["jobs"] == ["8", "9", "10"]
+
+
+@pytest.mark.parametrize("accepted", [0, 1])
+def test_a_refused_submission_leaves_its_recipe_and_its_jobs_on_record(tmp_path, monkeypatch, accepted):
+    run, queued = RunDirectory.create(tmp_path, "x", "run"), []
+    note_chain(run.path, "")
+    (run.path / "checkpoints.json").write_text('{"committed_step": 1}')  # it has trained
+    recipe = compose(["launch=slurm", "launch.chain=2", "launch.nodes=1", "launch.ranks_per_node=1"]).require()
+    former, lease = RunPart(recipe, 0, None, ()), Lease(run.path)
+    former.write(run, lease)
+    former.note(run, lease, [])
+
+    def submit_script(script, after):
+        if len(queued) == accepted:
+            raise RunError("sbatch refused the job: Invalid partition")
+        queued.append(str(7 + len(queued)))
+        return queued[-1]
+
+    monkeypatch.setattr(submit, "submit_script", submit_script)
+    typo = RunPart(replace(recipe, launch=replace(recipe.launch, partition="lagre")), 0, None, ())
+    typo.write(run, lease)
+    with pytest.raises(RunError, match="sbatch refused"):
+        submit._queue(run, lease, typo, ["launch.partition=lagre"])
+    assert run.last_launch["jobs"] == queued
+    resumed, changes = resume_recipe(run, ["launch.partition=large"], [])
+    assert (resumed.launch.partition, changes) == ("large", {"launch.partition": ("lagre", "large")})
 
 
 def test_a_field_is_of_the_first_job_that_slurm_shows(tmp_path):

@@ -68,6 +68,11 @@ def test_steps_that_are_due_are_exported_once_they_are_committed(run, shell, cap
     exports.end()
 
 
+def test_a_rank_that_exports_nothing_does_not_look_at_the_checkpoints(run, monkeypatch):
+    monkeypatch.setattr(exports_module, "list_checkpoints", lambda root: pytest.fail("looked"))
+    Exports(Lease(run.path), None).end()
+
+
 def test_an_export_imports_the_code_of_its_rank(run):
     """How no clone around it is imported: tests/unit/test_start.py."""
     words = exports_module.make_command(run.path, 7, run.exports / "x")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from framework.errors import EXIT_NODE, EXIT_USER, LeaseLost, NodeError, RunError
+from framework.launch.places import place_checkpoints
 from framework.launch.process import OUTCOME
 from framework.lease import Holder, Lease, take
 from framework.model.load import load_config
@@ -145,10 +146,13 @@ def test_room_is_asked_for_the_checkpoints_that_are_still_to_come(tmp_path, monk
         return SimpleNamespace(recipe=SimpleNamespace(checkpoint=SimpleNamespace(keep=keep)))
 
     monkeypatch.setattr(probe, "checkpoint_bytes", lambda plan: 12_000)
-    monkeypatch.setattr(probe.shutil, "disk_usage", lambda path: SimpleNamespace(free=30_000))
+    place_checkpoints(tmp_path, str(tmp_path / "scratch"))
+    free = {tmp_path: 1 << 40, tmp_path / "scratch" / tmp_path.name: 30_000}
+    monkeypatch.setattr(probe.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[path.resolve()]))
     [finding] = check_room(plan_of(), tmp_path)
     assert not finding.is_bad
     assert "the run writes 3 more checkpoints" in finding.text
+    assert finding.text.startswith(f"{tmp_path}/scratch/{tmp_path.name} has")
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     assert check_room(plan_of(), tmp_path) == [], "one of three is there"
     assert check_room(plan_of(keep=1), tmp_path) == []

@@ -84,6 +84,23 @@ def test_a_request_stays_where_its_save_has_failed_or_had_begun_before_it(tmp_pa
         wait_for(lambda: stop.wants_save)
 
 
+@pytest.mark.parametrize("is_first", [False, True])
+def test_of_two_saves_under_way_the_one_that_began_after_a_request_answers_it(tmp_path, is_first):
+    with watched(folder=tmp_path) as (watch, stop):
+        for asks in (is_first, not is_first):
+            if asks:
+                (tmp_path / SAVE_FILE).touch()
+                wait_for(lambda: stop.wants_save)
+            watch.begin_save()
+        watch.find_requests()
+        assert not stop.wants_save
+        watch.end_save(is_committed=True)
+        assert (tmp_path / SAVE_FILE).exists() is not is_first
+        watch.end_save(is_committed=is_first)
+        assert (tmp_path / SAVE_FILE).exists() is not is_first
+        assert is_first or (watch.find_requests(), stop.wants_save) == (False, True)
+
+
 class FailingFolder:
     """A run's folder whose file system fails so many times, as NFS does with ESTALE."""
 

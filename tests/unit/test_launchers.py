@@ -1,6 +1,7 @@
 """Foreign launchers: commands that they start several times are refused, and their variables reach neither SLURM nor ranks."""
 
 import os
+import resource
 import subprocess
 from pathlib import Path
 
@@ -10,8 +11,8 @@ from framework.cli import main
 from framework.commands import stop
 from framework.commands.arguments import refuse_launcher
 from framework.commands.stop import stop_command
-from framework.errors import EXIT_USER, RecipeError
-from framework.launch import exports, jobs
+from framework.errors import EXIT_FAILED, EXIT_USER, CheckpointError, RecipeError
+from framework.launch import exports, jobs, process
 from framework.launch.directory import RunDirectory
 from framework.launch.jobs import JobState
 from framework.start import without_launchers
@@ -169,3 +170,29 @@ def test_the_script_drops_what_an_sbatch_by_hand_has_passed_on():
 def test_libraries_settings_stay():
     kept = {"OMPI_MCA_btl": "tcp", "GLOO_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "INFO", "HOME": "/"}
     assert without_launchers(kept) == kept
+
+
+@pytest.fixture
+def outcome(tmp_path, monkeypatch):
+    """The file in which the first rank of a job says why it ends."""
+    monkeypatch.setenv(process.OUTCOME, str(tmp_path / "slurm" / "outcome"))
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    (tmp_path / "slurm").mkdir()
+    return tmp_path / "slurm" / "outcome"
+
+
+def test_a_full_disk_takes_from_no_rank_its_exit_code_and_its_words(outcome, capsys):
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, former[1]))
+        code = process.report_error(CheckpointError("no room"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+    assert (code, outcome.read_text()) == (EXIT_USER, "")
+    assert capsys.readouterr().err == "[rank 3] no room\n"
+
+
+def test_an_error_without_a_text_ends_a_rank_as_any_other(outcome, capsys):
+    outcome.write_text("1\n")
+    assert process.report_error(AssertionError()) == EXIT_FAILED
+    assert capsys.readouterr().err == "[rank 3] ends as well: AssertionError: \n"
