@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from framework.model.hub import find_base, fingerprint_base
 from framework.model.initial import draw_unit
 from framework.model.load import build_meta
 from framework.model.matmul import Matmul, accumulate_matmul
-from framework.model.peft import WEIGHTS, add_adapters, find_targets, read_adapter, write_adapter
+from framework.model.peft import NEUTRAL, WEIGHTS, add_adapters, find_targets, read_adapter, write_adapter
 from framework.model.safetensors_files import ADAPTER
 from framework.model.shrink import shrink
 from framework.model.units import find_units, set_parameter, tied_names
@@ -124,6 +124,32 @@ def test_adapters_of_another_form_are_refused(tmp_path: Path) -> None:
         read_adapter(tmp_path, adapted(name, adapter), adapter)
     with pytest.raises(ModelError, match="no adapter as PEFT's"):
         read_adapter(tmp_path / "absent", adapted(name, adapter), adapter)
+
+
+@pytest.mark.parametrize(
+    ("form", "r"), [("pissa", 3), ("pissa_niter_4", 3), ("olora", 3), ("gaussian", 3), ("orthogonal", 4), ("mica", 3)]
+)
+def test_an_adapter_is_read_where_pefts_loading_leaves_the_base_as_it_is(form: str, r: int, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    base = AutoModelForCausalLM.from_config(build_config(family("llama"), tie_word_embeddings=False))
+    weight = base.model.layers[0].self_attn.q_proj.weight.detach().clone()
+    peft.get_peft_model(base, peft.LoraConfig(r=r, target_modules=["q_proj"], init_lora_weights=form)).save_pretrained(
+        tmp_path
+    )
+    loaded = AutoModelForCausalLM.from_config(base.config)
+    loaded.model.layers[0].self_attn.q_proj.weight.data.copy_(weight)
+    loaded = peft.PeftModel.from_pretrained(loaded, tmp_path).unload()
+    adapter = Adapter("lora", r, 8.0, targets=["q_proj"], weights="FOLDER")
+    if torch.equal(loaded.model.layers[0].self_attn.q_proj.weight, weight):
+        assert read_adapter(tmp_path, adapted("llama", adapter), adapter)
+    else:
+        with pytest.raises(ModelError, match=f"init_lora_weights='{form}' has changed the base.*path_initial_model"):
+            read_adapter(tmp_path, adapted("llama", adapter), adapter)
+
+
+def test_every_key_of_pefts_config_that_changes_the_numbers_is_looked_at() -> None:
+    variants = {each.name for each in fields(peft.LoraConfig) if each.metadata.get("is_lora_variant")}
+    assert variants - {"use_dora"} <= NEUTRAL.keys()
 
 
 @pytest.mark.parametrize(
