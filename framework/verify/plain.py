@@ -126,7 +126,8 @@ def compare_answers(
         case "simpo":
             return -torch.log(torch.sigmoid(beta * mean[::2] - beta * mean[1::2] - loss.margin))
         case "orpo":
-            odds = mean.exp() / (1 - mean.exp())
+            uncertain = mean.exp().clamp(max=1 - torch.finfo(mean.dtype).eps)
+            odds = uncertain / (1 - uncertain)
             return -mean[::2] - beta * torch.log(torch.sigmoid(torch.log(odds[::2] / odds[1::2])))
         case "kto":
             surplus = ratio[::2] - divergence
