@@ -13,6 +13,7 @@ import inspect
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
 from functools import partial
 from math import ceil, inf
 from typing import Any
@@ -231,7 +232,7 @@ class PlainMixtures:
             pairs.sort(key=lambda pair: -round(float(weights[pair].detach()) / UNIT))
         factor = self._settings.expert_capacity
         assert factor is not None, "a hook of a recipe with capacity"
-        room = ceil(factor * len(pairs) / _count_experts(experts))
+        room = ceil(Fraction(str(factor)) * len(pairs) / _count_experts(experts))
         taken: dict[int, int] = {}
         dropped = []
         for pair in pairs:
