@@ -254,11 +254,11 @@ def read_adapter(folder: Path, model: PreTrainedModel, adapter: Adapter) -> dict
     found = {}
     for name, theirs in names.items():
         shape = tuple(model.get_parameter(name).shape)
-        found[name] = tensor = _from_peft(name, tensors[theirs], shape)
-        if tuple(tensor.shape) != shape:
+        if tensors[theirs].shape != _to_peft(name, model.get_parameter(name)).shape:
             raise ModelError(
                 f"{key}: {theirs} has the shape {list(tensors[theirs].shape)}, for {name} of {list(shape)}"
             )
+        found[name] = _from_peft(name, tensors[theirs], shape)
     return found
 
 

@@ -122,6 +122,11 @@ def test_adapters_of_another_form_are_refused(tmp_path: Path) -> None:
     config.write_text(config.read_text().replace('"bias": "none"', '"bias": "all"'))
     with pytest.raises(ModelError, match="bias='all' is of a form"):
         read_adapter(tmp_path, adapted(name, adapter), adapter)
+    model = build_meta(build_config(family(name), tie_word_embeddings=False, num_experts=5))
+    add_adapters(model, adapter)
+    config.write_text(config.read_text().replace('"bias": "all"', '"bias": "none"'))
+    with pytest.raises(ModelError, match=r"lora_A.weight has the shape .*, for .*proj_lora_A of \[5, 3, "):
+        read_adapter(tmp_path, model, adapter)
     with pytest.raises(ModelError, match="no adapter as PEFT's"):
         read_adapter(tmp_path / "absent", adapted(name, adapter), adapter)
 
