@@ -88,11 +88,18 @@ def holds_transposed(module: nn.Module) -> bool:
 
 
 class AdapterDropout(nn.Dropout):
-    """Dropout in front of A. mask: the number with which its seed is exclusive-or'd, not 0 where ranks hold other inputs."""
+    """Dropout in front of A. Its seed is the generator's, exclusive-or `layer` and `mask`. layer: of the layer's name, and what
+    the stream of its region has beyond that of all ranks; mask: not 0 where ranks hold other inputs."""
 
-    def __init__(self, p: float, mask: int = 0) -> None:
+    def __init__(self, p: float, mask: int = 0, layer: int = 0) -> None:
         super().__init__(p)
-        self.mask = mask
+        self.mask, self.layer = mask, layer
+
+    def find_seed(self, x: Tensor) -> int:
+        """The seed of the mask of x, of any shape: the same where a layer is computed again. Nothing is drawn, as streams within
+        a region differ between ranks that have the same input and hold copies of the same rows of B."""
+        generator = torch.cuda.default_generators[x.device.index] if x.is_cuda else torch.default_generator
+        return generator.initial_seed() ^ self.layer ^ self.mask
 
 
 def find_linears(model: nn.Module) -> dict[str, nn.Module]:
@@ -241,9 +248,7 @@ class AdapterMatmul(Matmul):
         passage._rows = x.shape[:-1].numel()
         dropout: Any = getattr(self._layer, DROPOUT, None)
         if dropout is not None and dropout.training:
-            # Drawn where forward is, so that a layer that is computed again finds the same ones.
-            # On the host, whose stream is seeded as the device's, so that nobody waits for it.
-            passage._seed, passage._dropped_share = int(torch.randint(2**62, ())) ^ dropout.mask, dropout.p
+            passage._seed, passage._dropped_share = dropout.find_seed(x), dropout.p
         return passage
 
     def forward(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:

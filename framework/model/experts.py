@@ -185,6 +185,11 @@ Priority = Literal["weight", "position"]
 UNITS = 1 << 16
 
 
+def as_stated(factor: float) -> Fraction:
+    """The decimal that the recipe has: no float is 1.1, and 30 rows would have room for 34."""
+    return Fraction(str(factor))
+
+
 @dataclass(frozen=True)
 class Capacity:
     """The capacity of experts, C above."""
@@ -196,7 +201,7 @@ class Capacity:
 
     def room(self, tokens: int, top_k: int, num_experts: int) -> int:
         """The capacity C for a sequence of `tokens` tokens."""
-        return ceil(self.factor * tokens * top_k / num_experts)
+        return ceil(as_stated(self.factor) * tokens * top_k / num_experts)
 
     def find_dropped(self, index: Tensor, weights: Tensor, num_experts: int) -> Tensor:
         """Whether each pair is dropped: [B, S, k] bool.  index, weights: [B, S, k], the router's."""
@@ -271,8 +276,7 @@ def find_room(
     if factor is None and (most is None or nodes > 1):
         return None
     outer, inner = tokens * router.reach(nodes), Fraction(tokens * router.top_k, ranks)
-    # The decimal that the recipe has: no float is 1.1, and 30 rows would have room for 34.
-    stated = Fraction(factor or 0).limit_denominator(10**6)
+    stated = as_stated(factor or 0)
     room = min(tokens, ceil(stated * outer)) if stated else tokens
     limits = [nodes * room * min(router.top_k, router.experts // (nodes * ranks))]
     if stated:

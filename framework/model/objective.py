@@ -191,7 +191,9 @@ def _simpo(answers: Answers, settings: LossSettings) -> tuple[Tensor, Tensor]:
 
 
 def _orpo(answers: Answers, settings: LossSettings) -> tuple[Tensor, Tensor]:
-    odds = answers.mean - torch.log(-torch.expm1(answers.mean))
+    # A short answer of which the model is certain has p = 1 in fp32, whose odds are not finite, and no gradient.
+    mean = answers.mean.clamp(max=-torch.finfo(answers.mean.dtype).eps)
+    odds = mean - torch.log(-torch.expm1(mean))
     return -answers.mean[..., 0] - settings.beta * F.logsigmoid(_margin(odds)), settings.beta * answers.mean
 
 

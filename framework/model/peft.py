@@ -204,8 +204,11 @@ NEUTRAL = {
     "alora_invocation_tokens": (None,),
     "use_qalora": (False,),
     "use_bdlora": (None, False),
-    **dict.fromkeys(("arrow_config", "kasa_config", "velora_config"), (None,)),
+    **dict.fromkeys(("arrow_config", "kasa_config", "monteclora_config", "velora_config"), (None,)),
 }
+# Initial values of A and B, in lower case, that leave the base as it is. The others (pissa, olora, corda, loftq, lora_ga) take
+# s B A out of it, in training and again when PEFT loads the adapter: it is one of another base.
+KEEPS_BASE = ("true", "false", "none", "gaussian", "eva", "orthogonal", "mica")
 
 
 def read_adapter(folder: Path, model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
@@ -224,6 +227,12 @@ def read_adapter(folder: Path, model: PreTrainedModel, adapter: Adapter) -> dict
             raise ModelError(
                 f"{key}: its {name}={config[name]!r} is of a form that cannot be trained here: use {values[0]!r}"
             )
+    if str(initial := config.get("init_lora_weights", True)).lower() not in KEEPS_BASE:
+        raise ModelError(
+            f"{key}: its init_lora_weights={initial!r} has changed the base that it was trained beside: convert it by PEFT's"
+            " save_pretrained(..., path_initial_model_for_weight_conversion=FOLDER of the untrained adapter); or, if"
+            f" model.weights has that changed base itself, write true for it in {ADAPTER}"
+        )
     stated = {"r": ("rank", 8), "lora_alpha": ("alpha", 8), "use_rslora": ("rank_stabilized", False)}
     pairs = {ours: (config.get(theirs, default), getattr(adapter, ours)) for theirs, (ours, default) in stated.items()}
     pairs["kind"] = ("dora" if config.get("use_dora") else "lora", adapter.kind)
@@ -245,11 +254,11 @@ def read_adapter(folder: Path, model: PreTrainedModel, adapter: Adapter) -> dict
     found = {}
     for name, theirs in names.items():
         shape = tuple(model.get_parameter(name).shape)
-        found[name] = tensor = _from_peft(name, tensors[theirs], shape)
-        if tuple(tensor.shape) != shape:
+        if tensors[theirs].shape != _to_peft(name, model.get_parameter(name)).shape:
             raise ModelError(
                 f"{key}: {theirs} has the shape {list(tensors[theirs].shape)}, for {name} of {list(shape)}"
             )
+        found[name] = _from_peft(name, tensors[theirs], shape)
     return found
 
 

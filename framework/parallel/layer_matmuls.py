@@ -65,7 +65,8 @@ def place_adapters(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: 
         if plan.recipe.adapter.dropout:
             is_cut = any(shard.axis == "tp" for shard in placed[name_beside(weight, A)].shards)
             mask = seed_for("rank of an adapter's inputs", plan.tokens.tp.rank) if is_cut else 0
-            module.add_module(DROPOUT, AdapterDropout(plan.recipe.adapter.dropout, mask))
+            layer = seed_for("dropout of an adapter", path) ^ getattr(module, "stream_mask", 0)
+            module.add_module(DROPOUT, AdapterDropout(plan.recipe.adapter.dropout, mask, layer))
     return placed
 
 

@@ -13,6 +13,7 @@ import inspect
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
 from functools import partial
 from math import ceil, inf
 from typing import Any
@@ -126,7 +127,8 @@ def compare_answers(
         case "simpo":
             return -torch.log(torch.sigmoid(beta * mean[::2] - beta * mean[1::2] - loss.margin))
         case "orpo":
-            odds = mean.exp() / (1 - mean.exp())
+            uncertain = mean.exp().clamp(max=1 - torch.finfo(mean.dtype).eps)
+            odds = uncertain / (1 - uncertain)
             return -mean[::2] - beta * torch.log(torch.sigmoid(torch.log(odds[::2] / odds[1::2])))
         case "kto":
             surplus = ratio[::2] - divergence
@@ -230,7 +232,7 @@ class PlainMixtures:
             pairs.sort(key=lambda pair: -round(float(weights[pair].detach()) / UNIT))
         factor = self._settings.expert_capacity
         assert factor is not None, "a hook of a recipe with capacity"
-        room = ceil(factor * len(pairs) / _count_experts(experts))
+        room = ceil(Fraction(str(factor)) * len(pairs) / _count_experts(experts))
         taken: dict[int, int] = {}
         dropped = []
         for pair in pairs:

@@ -27,6 +27,7 @@ from framework.recipe.schema import Adapter, Memory, Model, Parallel, Pipeline, 
 from framework.train.build import build
 from framework.train.state import RunState, restore, saved_entries
 from framework.train.step import train_step
+from framework.verify.compare import compare
 from framework.verify.evidence import Evidence, TokenBatch, keep_double, make_batches
 from framework.verify.layout import gather_full, owned_weights, run_layout, share
 from framework.verify.plain_rounding import round_base
@@ -34,7 +35,17 @@ from scripts.verify_random import Campaign, verify_draws
 from tests.families import build_config, family
 from tests.grid import IN_TURN, few_of
 from tests.ranks.covering import cover_pairs
-from tests.ranks.parity import CPU, SEQUENCES, STEPS, Case, assert_equal, run_cases, small_recipe, worst_error
+from tests.ranks.parity import (
+    CPU,
+    SEQUENCES,
+    STEPS,
+    Case,
+    assert_equal,
+    run_cases,
+    small_recipe,
+    train_layouts,
+    worst_error,
+)
 from tests.ranks.pool import RankPool
 from tests.saving import save_checkpoint
 
@@ -343,6 +354,21 @@ def test_fresh_adapters_equal_the_oracle(pool: RankPool) -> None:
     layouts = {"tp, zero 3": layout(2, 3, zero=3, tp=2)}
     adapter = replace(LORA, kind="dora", b_lr_ratio=2.0, train=["lm_head"])  # by its second name: it is tied
     assert_equal(pool, 2, [plain_case("llama", adapter, layouts, tie_word_embeddings=True)])
+
+
+def test_column_layers_drop_the_same_on_any_layout(pool: RankPool) -> None:
+    """Of a packed projection, whose keys and values both ranks hold: other masks would have their copies of B drift apart."""
+    adapter = replace(LORA, targets=["c_attn"], dropout=0.3)
+    layouts = {"one rank": layout(1, 3), "tp": layout(2, 3, tp=2, sequence=False), "sequences": layout(2, 3, tp=2)}
+    case = plain_case("gpt_bigcode", adapter, layouts)
+    found = pool.run(2, train_layouts, [case], timeout_s=300)
+    plain = plain_case("gpt_bigcode", replace(adapter, dropout=0.0), {"one rank": layout(1, 3)})
+    without = pool.run(1, train_layouts, [plain], timeout_s=300)[0][plain.name, "one rank"]
+    expected = found[0][case.name, "one rank"]
+    assert worst_error(compare(expected, without)) > 1e-3
+    for of_rank in found:
+        for label in ("tp", "sequences"):
+            assert worst_error(compare(of_rank[case.name, label], expected)) <= case.tolerance, label
 
 
 MORE = {

@@ -2,12 +2,13 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from framework.comm.connect import connect
 from framework.errors import RecipeError
@@ -21,6 +22,7 @@ from framework.recipe.schema import Launch, Memory, Model, Parallel, Pipeline, R
 from framework.train.build import build
 from framework.train.step import refuse_overflow, train_step
 from framework.verify.layout import run_layout, share
+from framework.verify.plain import PlainMixtures
 from tests.families import family
 from tests.grid import IN_TURN, few_of
 from tests.ranks.parity import SEQUENCES, Case, assert_equal, run_cases, small_recipe, topology_of, worst_error
@@ -366,3 +368,15 @@ def test_capacity_drops_by_sequence(priority):
         expected = find_dropped_plainly(index[sequence], weights[sequence], room, priority == "weight")
         assert {tuple(pair) for pair in dropped[sequence].nonzero().tolist()} == expected
     assert dropped.any()
+
+
+def test_the_capacity_is_of_the_decimal_in_the_recipe_and_the_oracles_is_the_same():
+    # Products of floats would give 441, and 12.
+    assert Capacity(1.1, "weight").room(3200, 1, 8) == 440
+    index, weights = torch.zeros(1, 50, 1, dtype=torch.int64), torch.ones(1, 50, 1)
+    dropped = Capacity(1.1, "position").find_dropped(index, weights, 5)
+    assert int((~dropped).sum()) == 11
+    experts = nn.ParameterDict({"down_proj": torch.zeros(5, 1, 1)})
+    plain = SimpleNamespace(_settings=Model(expert_capacity=1.1, expert_drop="position"))
+    found: Any = PlainMixtures._find_dropped(plain, list(range(50)), index[0], weights[0], experts)  # type: ignore[arg-type]
+    assert found == [tuple(each) for each in dropped[0].nonzero().tolist()]

@@ -1,8 +1,9 @@
 """Adapters on one rank: PEFT's folders both ways, merged weights, dropout, initial values, memory, and bad input."""
 
+import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,18 +22,20 @@ from framework.errors import ModelError
 from framework.model.adapters import DROPOUT, A, AdapterDropout, AdapterMatmul, AdapterSwitch, B, is_adapter, merge_all
 from framework.model.generate import load_folder
 from framework.model.hub import find_base, fingerprint_base
-from framework.model.initial import draw_unit
+from framework.model.initial import draw_unit, seed_for, seed_rng
 from framework.model.load import build_meta
 from framework.model.matmul import Matmul, accumulate_matmul
-from framework.model.peft import WEIGHTS, add_adapters, find_targets, read_adapter, write_adapter
+from framework.model.peft import NEUTRAL, WEIGHTS, add_adapters, find_targets, read_adapter, write_adapter
 from framework.model.safetensors_files import ADAPTER
 from framework.model.shrink import shrink
 from framework.model.units import find_units, set_parameter, tied_names
 from framework.optim.groups import group_parameters_of
+from framework.parallel.tensor.layers import RowLinear
+from framework.parallel.tensor.regions import mask_of
 from framework.plan.check import check_weights
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
-from framework.recipe.schema import Adapter, Model, Recipe
+from framework.recipe.schema import Adapter, Model, Parallel, Recipe
 from framework.verify.layout import initial_weights
 from tests.chat_templates import build_tokenizer
 from tests.families import build_config, family
@@ -122,8 +125,39 @@ def test_adapters_of_another_form_are_refused(tmp_path: Path) -> None:
     config.write_text(config.read_text().replace('"bias": "none"', '"bias": "all"'))
     with pytest.raises(ModelError, match="bias='all' is of a form"):
         read_adapter(tmp_path, adapted(name, adapter), adapter)
+    model = build_meta(build_config(family(name), tie_word_embeddings=False, num_experts=5))
+    add_adapters(model, adapter)
+    config.write_text(config.read_text().replace('"bias": "all"', '"bias": "none"'))
+    with pytest.raises(ModelError, match=r"lora_A.weight has the shape .*, for .*proj_lora_A of \[5, 3, "):
+        read_adapter(tmp_path, model, adapter)
     with pytest.raises(ModelError, match="no adapter as PEFT's"):
         read_adapter(tmp_path / "absent", adapted(name, adapter), adapter)
+
+
+@pytest.mark.parametrize(
+    ("form", "r"), [("pissa", 3), ("pissa_niter_4", 3), ("olora", 3), ("gaussian", 3), ("orthogonal", 4), ("mica", 3)]
+)
+def test_an_adapter_is_read_where_pefts_loading_leaves_the_base_as_it_is(form: str, r: int, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    base = AutoModelForCausalLM.from_config(build_config(family("llama"), tie_word_embeddings=False))
+    weight = base.model.layers[0].self_attn.q_proj.weight.detach().clone()
+    peft.get_peft_model(base, peft.LoraConfig(r=r, target_modules=["q_proj"], init_lora_weights=form)).save_pretrained(
+        tmp_path
+    )
+    loaded = AutoModelForCausalLM.from_config(base.config)
+    loaded.model.layers[0].self_attn.q_proj.weight.data.copy_(weight)
+    loaded = peft.PeftModel.from_pretrained(loaded, tmp_path).unload()
+    adapter = Adapter("lora", r, 8.0, targets=["q_proj"], weights="FOLDER")
+    if torch.equal(loaded.model.layers[0].self_attn.q_proj.weight, weight):
+        assert read_adapter(tmp_path, adapted("llama", adapter), adapter)
+    else:
+        with pytest.raises(ModelError, match=f"init_lora_weights='{form}' has changed the base.*path_initial_model"):
+            read_adapter(tmp_path, adapted("llama", adapter), adapter)
+
+
+def test_every_key_of_pefts_config_that_changes_the_numbers_is_looked_at() -> None:
+    variants = {each.name for each in fields(peft.LoraConfig) if each.metadata.get("is_lora_variant")}
+    assert variants - {"use_dora"} <= NEUTRAL.keys()
 
 
 @pytest.mark.parametrize(
@@ -230,6 +264,10 @@ def test_dropout_is_of_the_low_rank_path_in_forward_and_backward() -> None:
     passage = matmul.begin(x)
     mask = passage._dropped(torch.ones_like(x)) * 0.6
     assert set(mask.unique().tolist()) == {0.0, 1.0}
+    # Computed again, in a stream that has gone on meanwhile, it drops the same; in the next microbatch others.
+    torch.rand(5)
+    assert torch.equal(mask, matmul.begin(x)._dropped(torch.ones_like(x)) * 0.6)
+    torch.manual_seed(1)
     assert not torch.equal(mask, matmul.begin(x)._dropped(torch.ones_like(x)) * 0.6)
     # Nothing of the size of x is kept: neither checkpointing nor the plan would know of it.
     held = [each for each in vars(passage).values() if isinstance(each, Tensor)]
@@ -281,6 +319,38 @@ def test_ranks_that_hold_other_inputs_of_an_adapter_drop_others() -> None:
     others = {name for name, mask in masks[0].items() if mask != masks[1][name]}
     assert {name.split(".")[-2] for name in equal} == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
     assert {name.split(".")[-2] for name in others} == {"o_proj", "down_proj"}
+
+
+# The layers whose inputs are divided.
+ROWS = {"gpt_bigcode": {"c_proj"}, "deepseek_v3": {"o_proj", "down_proj"}}
+
+
+@pytest.mark.parametrize("of", ROWS)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_ranks_of_tp_drop_the_same_of_an_input_that_they_share_whatever_stream_they_are_in(
+    of: str, sequence: bool
+) -> None:
+    base = small_recipe("fp32", 2)
+    recipe = replace(base, adapter=replace(LORA, dropout=0.1), parallel=Parallel(tp=2, sequence=sequence))
+    by_rank: list[dict[str, int]] = []
+    for rank in (0, 1):
+        planned, seeds = make_plan(recipe, build_config(family(of))).of_rank(rank), {}
+        model: Any = planned.stages[0].model.model
+        adapted = {name: each for name, each in model.named_modules() if hasattr(each, DROPOUT)}
+        for name, module in adapted.items():
+            around = (model.get_submodule(name[: each.start()]) for each in re.finditer(r"\.|$", name))
+            region = next((vars(each)["region_hook"] for each in around if "region_hook" in vars(each)), None)
+            seed_rng(7 ^ mask_of(planned.tokens))
+            if region is not None:
+                region.rng.start_inside(torch.ones(1), region.name, region.differs)
+            seeds[name] = module.lora_dropout.find_seed(torch.ones(1))
+            # On one rank there is no region, and the same is dropped.
+            is_shared = not isinstance(module, RowLinear) and (region is not None or not sequence)
+            assert is_shared == (seeds[name] == 7 ^ seed_for("dropout of an adapter", name)), name
+        by_rank.append(seeds)
+        assert len({*seeds.values()}) == len(seeds) >= 8
+    rows = {name for name, seed in by_rank[0].items() if seed != by_rank[1][name]}
+    assert {name.rpartition(".")[2] for name in rows} == ROWS[of]
 
 
 def test_a_rank_holds_its_share_of_the_frozen_model_and_the_adapters_states() -> None:

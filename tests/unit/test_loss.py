@@ -6,8 +6,11 @@ import torch.nn.functional as F
 
 from framework.mesh.topology import Topology
 from framework.model.loss import CPU_ELEMENTS, IGNORE, TokenLoss, token_loss
-from framework.model.objective import Pairs, Statistics
+from framework.model.objective import LOSSES, Pairs, Statistics
 from framework.plan.plan import unconnected
+from framework.recipe.method_schema import PROBE, UNWANTED, WANTED
+from framework.recipe.schema import LossSettings
+from framework.verify.plain import compare_answers, score_answers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -60,3 +63,26 @@ def test_a_document_that_is_not_finite_is_nothing_to_others_of_its_row() -> None
     found = score(logits)
     assert found[0, 0, 0].isnan()
     assert torch.equal(found[:, 0, 1], expected[:, 0, 1])
+
+
+@pytest.mark.parametrize("name", [name for name, each in LOSSES.items() if "reward_accuracy" in each.metrics])
+@pytest.mark.parametrize("gaps", [(20.0, 1.0), (1.0, 20.0), (20.0, 20.0), (-60.0, 20.0), (20.0, -60.0)])
+def test_answers_that_are_certain_or_impossible_have_finite_losses_and_gradients(
+    name: str, gaps: tuple[float, float]
+) -> None:
+    axes, settings = unconnected(Topology(), 0), LossSettings(name, 0.1)  # type: ignore[arg-type]
+    # Two answers of two tokens; the label's logit is larger than the six others by the gap, so at 20 p is 1 in fp32.
+    logits = torch.zeros(1, 4, 7)
+    logits[..., 0] = torch.tensor(gaps).repeat_interleave(2)
+    places, labels = torch.tensor([[0, 0, 1, 1]]), torch.zeros(1, 4, dtype=torch.int64)
+    kinds = torch.tensor([[WANTED, PROBE if name == "kto" else UNWANTED]])
+    pairs = Pairs(places, kinds, torch.arange(2)[None], torch.full((1, 2), -3.0), torch.zeros(1, 1))
+    statistics = Statistics(TokenLoss(axes["tp"], 7), logits.requires_grad_() + 0.0, labels, pairs, axes["cp"])
+    loss = LOSSES[name].compute(statistics, settings).loss
+    loss.backward()
+    log_p, lengths = score_answers(logits.detach().view(2, 2, 7), labels.view(2, 2))
+    oracle = compare_answers(settings, log_p, lengths, kinds[0], torch.full((2,), -3.0), 0.0)
+    assert torch.isfinite(loss)
+    assert logits.grad is not None
+    assert torch.isfinite(logits.grad).all()
+    torch.testing.assert_close(loss, oracle, rtol=1e-5, atol=1e-5)

@@ -91,9 +91,13 @@ class RngStreams:
         """Begin the stream of region `name`, of this rank alone if it differs. Returns the generator's state until then, bytes
         [n]. x: any shape; its device counts."""
         generator = torch_generator(x)
-        seed = generator.initial_seed() ^ seed_for("region", name)
         # The seed outside may carry the rank's mask already: a second one would take it off again.
-        return self._switch(generator, seed ^ self._outside_mask ^ (self._rank_mask if differs else 0))
+        seed = generator.initial_seed() ^ self._outside_mask
+        return self._switch(generator, seed ^ self.mask_inside(name, differs))
+
+    def mask_inside(self, name: str, differs: bool) -> int:
+        """The number by which the seed inside region `name` differs from that which all ranks share."""
+        return seed_for("region", name) ^ (self._rank_mask if differs else 0)
 
     def restore(self, x: Tensor, state: Tensor) -> None:
         """Go on where an outer stream was left. x: any shape, on its device; state: what `start_inside` has returned, [n]."""

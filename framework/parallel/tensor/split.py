@@ -142,6 +142,10 @@ class _Splitter:
         entrance.register_forward_pre_hook(partial(enter, region), with_kwargs=True)
         if found.is_block:
             entrance.register_forward_hook(partial(leave, region), with_kwargs=True)
+        if self.rng is not None:
+            roles = (self.model.get_submodule(name) for name in found.roles)
+            for module in (*entrance.modules(), *roles):
+                module.stream_mask = self.rng.mask_inside(found.name, region.differs)
         # Whatever else is inside computes alike on all ranks, from a gradient that is one rank's part.
         outside = tuple(f"{name}." for name, role in found.roles.items() if role.kind == "outside")
         inside = (
