@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -116,12 +117,18 @@ def find_modules(run: TrainingRun, units: Sequence[Unit]) -> list[tuple[str, nn.
 class UnitRanges:
     """Hooks that name the forward of a module, and its backward: from the gradient of its output to that of its input.
 
-    make: a context for each of them, of its name. They are opened and closed by one thread each: autograd has its own on GPUs."""
+    make: a context for each of them, of its name. They are opened and closed by one thread each: autograd has its own on GPUs.
+    is_ended: `end` is called behind each backward, perhaps by another thread, so that also one is named that comes to no gradient
+    of an input, as above frozen units."""
 
     def __init__(
-        self, name: str, module: nn.Module, make: Callable[[str], AbstractContextManager[Any]] = record_function
+        self,
+        name: str,
+        module: nn.Module,
+        make: Callable[[str], AbstractContextManager[Any]] = record_function,
+        is_ended: bool = False,
     ):
-        self._name, self._make = name, make
+        self._name, self._make, self._is_ended = name, make, is_ended
         self._open: dict[str, Any] = {}
         self._has_end = False
         self.handles = (
@@ -139,9 +146,14 @@ class UnitRanges:
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._end("forward")
         first = output[0] if isinstance(output, tuple) else output
-        # Without a gradient of an input, as of token ids, nothing would end the backward's range.
-        if isinstance(first, Tensor) and first.requires_grad and self._has_end:
+        # Without a gradient of an input, as of token ids, no hook would end the backward's range.
+        if isinstance(first, Tensor) and first.requires_grad and (self._has_end or self._is_ended):
             first.register_hook(lambda gradient: self._begin("backward"))
+
+    def end(self) -> None:
+        """End what is under way."""
+        for what in list(self._open):
+            self._end(what)
 
     def _begin(self, what: str) -> None:
         self._end(what)  # of a call that an error has left
@@ -168,18 +180,19 @@ class UnitClock:
     ):
         self._run, self._units, self._step, self._clock = run, units, step, now
         self._seconds: dict[str, list[float]] = defaultdict(list)
-        self._hooks: list[RemovableHandle] = []
+        self._ranges: list[UnitRanges] = []
 
     def begin_step(self, step: int) -> Callable[[], float]:
         """Start to time before the step, or end behind it. Returns the clock of the step's actions."""
-        for hook in self._hooks:
+        for hook in chain.from_iterable(each.handles for each in self._ranges):
             hook.remove()
         is_on = step == self._step
         if is_on:  # once more, perhaps: a rewind takes steps back
             self._seconds.clear()
         modules = find_modules(self._run, self._units) if is_on else []
-        self._hooks = [hook for name, each in modules for hook in UnitRanges(name, each, self._range).handles]
-        return self._now if is_on else self._clock
+        # Below the first trained layer no backward goes on: that layer's ends with its action.
+        self._ranges = [UnitRanges(name, each, self._range, name.startswith("layers.")) for name, each in modules]
+        return self._end_ranges if is_on else self._clock
 
     def measure(self, timed: Sequence[Timed]) -> dict[str, tuple[float, float]]:
         """Medians over microbatches of (forward, backward) of this rank's units. timed: the step's actions."""
@@ -216,6 +229,12 @@ class UnitClock:
         yield
         if is_counted:
             self._seconds[text].append(self._now() - began)
+
+    def _end_ranges(self) -> float:
+        """The time at a border of actions, where all units' ranges have ended."""
+        for each in self._ranges:
+            each.end()
+        return self._now()
 
     def _now(self) -> float:
         if self._run.mesh.device.type == "cuda":

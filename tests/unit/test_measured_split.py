@@ -216,10 +216,12 @@ class Ticks(nn.Module):
 
 @pytest.mark.parametrize("bounds", [StageBounds(0, 1, 0, 2), StageBounds(0, 2, 0, 2)])
 @pytest.mark.parametrize("splits", [False, True])
-def test_ends_have_what_layers_leave_of_their_stage(bounds, splits):
+@pytest.mark.parametrize("freezes", [False, True])
+def test_ends_have_what_layers_leave_of_their_stage(bounds, splits, freezes):
     """A clock that goes on by one with every look: a layer takes 1 forward, and 2 back, as the one below begins before it has
-    ended; its stage takes 10 and 30."""
+    ended, or the action ends behind it; its stage takes 10 and 30. Above a frozen embedding no gradient comes out of layers."""
     model, ticks = Ticks(), count()
+    model.embedding.requires_grad_(not freezes)
     units = [
         Unit("embedding", ("embedding",), ("embedding.weight",)),
         *(Unit(f"layers.{n}", (f"layers.{n}",), (f"layers.{n}.weight",)) for n in range(2)),
@@ -231,9 +233,10 @@ def test_ends_have_what_layers_leave_of_their_stage(bounds, splits):
     )
     clock = UnitClock(run, units, 4, lambda: float(next(ticks)))
     for step in (3, 4, 5, 3, 4):  # a rewind trains the measured step again
-        clock.begin_step(step)
+        now = clock.begin_step(step)
         for _ in range(2):
             model(torch.tensor([1, 2])).backward()
+            now()
         with torch.no_grad():  # a validation in a bubble
             model(torch.tensor([1, 2]))
     kinds = {ActionKind.FORWARD: 10.0} | (
