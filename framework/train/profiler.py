@@ -198,29 +198,34 @@ class UnitClock:
         """Medians over microbatches of (forward, backward) of this rank's units. timed: the step's actions."""
         found: dict[str, tuple[float, float]] = {}
         for stage in self._run.stages.values():
-            durations: dict[ActionKind, list[float]] = defaultdict(list)
-            for each in timed:
-                if each.action.stage == stage.model.bounds.index:
-                    durations[each.action.kind].append(each.end - each.start)
-            forward, *backwards = (_median(durations[kind]) for kind in (ActionKind.FORWARD, *BACKWARDS))
-            # The hooks' backward is that of the input where a schedule leaves the weights for later.
-            more = sum(backwards) / (sum(backwards[:2]) or 1.0)
+            forwards, seen, whole = list[float](), dict[int, float](), defaultdict[int, float](float)
+            own_actions = [each for each in timed if each.action.stage == stage.model.bounds.index]
+            for (_, kind, microbatch), seconds in [(each.action, each.end - each.start) for each in own_actions]:
+                if kind is ActionKind.FORWARD:
+                    forwards.append(seconds)
+                elif kind in BACKWARDS:
+                    whole[microbatch] += seconds
+                    seen.setdefault(microbatch, seconds)  # of B or I; W comes later
+            # The hooks' backward is that of the input where a schedule leaves the weights for later, of some microbatches or all.
+            more = [whole[microbatch] / (seconds or 1.0) for microbatch, seconds in seen.items()]
             own = [unit for unit in self._units if stage.model.bounds.owns(unit)]
-            count = len(durations[ActionKind.FORWARD])
             times = {
-                unit.name: (self._of("forward", unit, count), more * self._of("backward", unit, count)) for unit in own
+                unit.name: (self._of("forward", unit, [1.0] * len(forwards)), self._of("backward", unit, more))
+                for unit in own
             }
+            forward, backward = _median(forwards), _median([*whole.values()])
             for end in [unit.name for unit in own if not unit.is_layer][-1:]:
                 others = [each for name, each in times.items() if name != end]
-                rest = forward - sum(each[0] for each in others), sum(backwards) - sum(each[1] for each in others)
+                rest = forward - sum(each[0] for each in others), backward - sum(each[1] for each in others)
                 times[end] = max(rest[0], 0.0), max(rest[1], 0.0)
             found |= times
         return found
 
-    def _of(self, what: str, unit: Unit, num_microbatches: int) -> float:
-        """Seconds of all modules of a unit: an embedding may have several."""
+    def _of(self, what: str, unit: Unit, factors: Sequence[float]) -> float:
+        """Seconds of all modules of a unit: an embedding may have several. factors: by microbatch, in the order of `what`."""
         seconds = self._seconds[f"{what} of {unit.name}"]
-        return _median(seconds) * len(seconds) / num_microbatches
+        scaled = [each * factors[at * len(factors) // len(seconds)] for at, each in enumerate(seconds)]
+        return _median(scaled) * len(seconds) / len(factors)
 
     @contextmanager
     def _range(self, text: str) -> Iterator[None]:

@@ -215,7 +215,8 @@ class Ticks(nn.Module):
 
 
 @pytest.mark.parametrize("bounds", [StageBounds(0, 1, 0, 2), StageBounds(0, 2, 0, 2)])
-@pytest.mark.parametrize("splits", [False, True])
+# By microbatch: dualpipe_v has both kinds of backwards.
+@pytest.mark.parametrize("splits", [(False, False), (True, True), (False, True)])
 @pytest.mark.parametrize("freezes", [False, True])
 def test_ends_have_what_layers_leave_of_their_stage(bounds, splits, freezes):
     """A clock that goes on by one with every look: a layer takes 1 forward, and 2 back, as the one below begins before it has
@@ -239,11 +240,10 @@ def test_ends_have_what_layers_leave_of_their_stage(bounds, splits, freezes):
             now()
         with torch.no_grad():  # a validation in a bubble
             model(torch.tensor([1, 2]))
-    kinds = {ActionKind.FORWARD: 10.0} | (
-        {ActionKind.INPUT: 20.0, ActionKind.WEIGHT: 10.0} if splits else {ActionKind.BACKWARD: 30.0}
-    )
-    timed = [Timed(Action(0, kind, m), 0.0, seconds) for m in range(2) for kind, seconds in kinds.items()]
-    back = 3.0 if splits else 2.0  # layers have a share of the weights' gradients
+    whole, halves = {ActionKind.BACKWARD: 30.0}, {ActionKind.INPUT: 20.0, ActionKind.WEIGHT: 10.0}
+    kinds = [{ActionKind.FORWARD: 10.0} | (halves if each else whole) for each in splits]
+    timed = [Timed(Action(0, kind, m), 0.0, seconds) for m in range(2) for kind, seconds in kinds[m].items()]
+    back = 2.0 + sum(splits) / 2  # layers have a share of the weights' gradients
     layers = {f"layers.{n}": (1.0, back) for n in range(2)}
     rest = 30.0 - 2 * back
     if bounds.is_last:
