@@ -18,6 +18,7 @@ from framework.launch.settle import settle
 from framework.model.load import load_config
 from framework.model.stage import StageBounds, split_stages
 from framework.model.units import Unit
+from framework.parallel.pipeline.draw import describe_pipeline
 from framework.parallel.pipeline.pipeline import (
     MOST,
     PipelinePlan,
@@ -122,6 +123,17 @@ def test_a_measured_split_gains_where_flops_do_not_tell():
     pipeline = plan_of(times, "1f1b", 2, 1, 8)
     assert [each.stop - each.start for each in pipeline.stages] == [3, 5]
     assert bubble_of(pipeline, times, [3, 5], 8) < 0.8 * bubble_of(pipeline, times, [4, 4], 8)
+
+
+def test_a_stage_takes_its_backward_too_in_what_plan_prints():
+    """Frozen layers cost a forward alone."""
+    pipeline = plan_of(times_of([(1.0, 0.0)] * 4 + [(1.0, 2.0)] * 4, random.Random(1)), "1f1b", 2, 1, 8)
+    lines = describe_pipeline(pipeline, 8).splitlines()
+    shares = [int(line.split("%")[0].split()[-1]) for line in lines if " + " in line]
+    costs = pipeline.costs
+    own = [sum(each) for each in zip(costs.forward, costs.input, costs.weight, strict=True)]
+    assert shares == [round(100 * each / max(own)) for each in own]
+    assert shares != [round(100 * each / max(costs.forward)) for each in costs.forward]
 
 
 # --- the file
