@@ -319,6 +319,7 @@ class TestBadSchedules:
             ("0F0,0B0\n", "has 1 lines with actions; parallel.pp=2 needs one for each rank"),
             ("0F0,0B0\n1F0,1X0\n", "line 2: '1X0' is no action"),
             ("0F0,0B0\n2F0,2B0\n", "nothing of stage 1"),
+            ("0F0,0B0\n99999999999F0,2B0\n", "nothing of stage 1"),
             ("0F0,0B0\n1F0,1B0,2F0,2B0\n", "3 stages for 2 ranks"),
             ("0F0,0B0\n1F0,1B0\n", "stage 0 has nothing of microbatch 1"),
         ],
@@ -328,6 +329,14 @@ class TestBadSchedules:
         path.write_text(text)
         with pytest.raises(ScheduleError, match=message):
             read_table(path, 2, 2)
+
+    def test_a_picture_is_no_table_and_a_spreadsheet_may_mark_its_encoding(self, tmp_path: Path) -> None:
+        path = tmp_path / "mine.csv"
+        path.write_bytes(b"\x89PNG\r\n\x1a\n\xff")
+        with pytest.raises(ScheduleError, match=r"pipeline.table=.*mine.csv cannot be read: .*can't decode"):
+            read_table(path, 2, 1)
+        path.write_text("\ufeff0F0,0B0\n1F0,1B0\n", encoding="utf-8")
+        assert read_table(path, 2, 1).num_stages == 2
 
     def test_stages_and_microbatches_that_a_schedule_does_not_have_are_refused(self) -> None:
         for name, virtual in (
