@@ -277,7 +277,10 @@ def stages(recipe: Recipe) -> Findings:
         message = f"pipeline.schedule={pipeline.schedule} has {legal} on each rank"
         fix = "pipeline.virtual_stages=null" + "; or pipeline.schedule=interleaved" * (legal == "1")
         yield Problem("pipeline.virtual_stages", virtual, message, fix)
-    elif isinstance(pipeline.layers, list) and (len(pipeline.layers) != pp * virtual or min(pipeline.layers) < 1):
+    elif isinstance(pipeline.layers, list) and (
+        # A table says itself how many stages there are: `count_layers` compares with those.
+        (pipeline.table is None and len(pipeline.layers) != pp * virtual) or min(pipeline.layers, default=0) < 1
+    ):
         message = f"needs a number of layers, at least 1, for each of pp * virtual_stages = {pp} * {virtual} stages"
         yield "pipeline.layers", message, "null, to cut by cost; or as many numbers"
     if pipeline.table is not None and pipeline.schedule != Pipeline().schedule:

@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -116,12 +117,18 @@ def find_modules(run: TrainingRun, units: Sequence[Unit]) -> list[tuple[str, nn.
 class UnitRanges:
     """Hooks that name the forward of a module, and its backward: from the gradient of its output to that of its input.
 
-    make: a context for each of them, of its name. They are opened and closed by one thread each: autograd has its own on GPUs."""
+    make: a context for each of them, of its name. They are opened and closed by one thread each: autograd has its own on GPUs.
+    is_ended: `end` is called behind each backward, perhaps by another thread, so that also one is named that comes to no gradient
+    of an input, as above frozen units."""
 
     def __init__(
-        self, name: str, module: nn.Module, make: Callable[[str], AbstractContextManager[Any]] = record_function
+        self,
+        name: str,
+        module: nn.Module,
+        make: Callable[[str], AbstractContextManager[Any]] = record_function,
+        is_ended: bool = False,
     ):
-        self._name, self._make = name, make
+        self._name, self._make, self._is_ended = name, make, is_ended
         self._open: dict[str, Any] = {}
         self._has_end = False
         self.handles = (
@@ -139,9 +146,14 @@ class UnitRanges:
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._end("forward")
         first = output[0] if isinstance(output, tuple) else output
-        # Without a gradient of an input, as of token ids, nothing would end the backward's range.
-        if isinstance(first, Tensor) and first.requires_grad and self._has_end:
+        # Without a gradient of an input, as of token ids, no hook would end the backward's range.
+        if isinstance(first, Tensor) and first.requires_grad and (self._has_end or self._is_ended):
             first.register_hook(lambda gradient: self._begin("backward"))
+
+    def end(self) -> None:
+        """End what is under way."""
+        for what in list(self._open):
+            self._end(what)
 
     def _begin(self, what: str) -> None:
         self._end(what)  # of a call that an error has left
@@ -168,46 +180,52 @@ class UnitClock:
     ):
         self._run, self._units, self._step, self._clock = run, units, step, now
         self._seconds: dict[str, list[float]] = defaultdict(list)
-        self._hooks: list[RemovableHandle] = []
+        self._ranges: list[UnitRanges] = []
 
     def begin_step(self, step: int) -> Callable[[], float]:
         """Start to time before the step, or end behind it. Returns the clock of the step's actions."""
-        for hook in self._hooks:
+        for hook in chain.from_iterable(each.handles for each in self._ranges):
             hook.remove()
         is_on = step == self._step
         if is_on:  # once more, perhaps: a rewind takes steps back
             self._seconds.clear()
         modules = find_modules(self._run, self._units) if is_on else []
-        self._hooks = [hook for name, each in modules for hook in UnitRanges(name, each, self._range).handles]
-        return self._now if is_on else self._clock
+        # Below the first trained layer no backward goes on: that layer's ends with its action.
+        self._ranges = [UnitRanges(name, each, self._range, name.startswith("layers.")) for name, each in modules]
+        return self._end_ranges if is_on else self._clock
 
     def measure(self, timed: Sequence[Timed]) -> dict[str, tuple[float, float]]:
         """Medians over microbatches of (forward, backward) of this rank's units. timed: the step's actions."""
         found: dict[str, tuple[float, float]] = {}
         for stage in self._run.stages.values():
-            durations: dict[ActionKind, list[float]] = defaultdict(list)
-            for each in timed:
-                if each.action.stage == stage.model.bounds.index:
-                    durations[each.action.kind].append(each.end - each.start)
-            forward, *backwards = (_median(durations[kind]) for kind in (ActionKind.FORWARD, *BACKWARDS))
-            # The hooks' backward is that of the input where a schedule leaves the weights for later.
-            more = sum(backwards) / (sum(backwards[:2]) or 1.0)
+            forwards, seen, whole = list[float](), dict[int, float](), defaultdict[int, float](float)
+            own_actions = [each for each in timed if each.action.stage == stage.model.bounds.index]
+            for (_, kind, microbatch), seconds in [(each.action, each.end - each.start) for each in own_actions]:
+                if kind is ActionKind.FORWARD:
+                    forwards.append(seconds)
+                elif kind in BACKWARDS:
+                    whole[microbatch] += seconds
+                    seen.setdefault(microbatch, seconds)  # of B or I; W comes later
+            # The hooks' backward is that of the input where a schedule leaves the weights for later, of some microbatches or all.
+            more = [whole[microbatch] / (seconds or 1.0) for microbatch, seconds in seen.items()]
             own = [unit for unit in self._units if stage.model.bounds.owns(unit)]
-            count = len(durations[ActionKind.FORWARD])
             times = {
-                unit.name: (self._of("forward", unit, count), more * self._of("backward", unit, count)) for unit in own
+                unit.name: (self._of("forward", unit, [1.0] * len(forwards)), self._of("backward", unit, more))
+                for unit in own
             }
+            forward, backward = _median(forwards), _median([*whole.values()])
             for end in [unit.name for unit in own if not unit.is_layer][-1:]:
                 others = [each for name, each in times.items() if name != end]
-                rest = forward - sum(each[0] for each in others), sum(backwards) - sum(each[1] for each in others)
+                rest = forward - sum(each[0] for each in others), backward - sum(each[1] for each in others)
                 times[end] = max(rest[0], 0.0), max(rest[1], 0.0)
             found |= times
         return found
 
-    def _of(self, what: str, unit: Unit, num_microbatches: int) -> float:
-        """Seconds of all modules of a unit: an embedding may have several."""
+    def _of(self, what: str, unit: Unit, factors: Sequence[float]) -> float:
+        """Seconds of all modules of a unit: an embedding may have several. factors: by microbatch, in the order of `what`."""
         seconds = self._seconds[f"{what} of {unit.name}"]
-        return _median(seconds) * len(seconds) / num_microbatches
+        scaled = [each * factors[at * len(factors) // len(seconds)] for at, each in enumerate(seconds)]
+        return _median(scaled) * len(seconds) / len(factors)
 
     @contextmanager
     def _range(self, text: str) -> Iterator[None]:
@@ -216,6 +234,12 @@ class UnitClock:
         yield
         if is_counted:
             self._seconds[text].append(self._now() - began)
+
+    def _end_ranges(self) -> float:
+        """The time at a border of actions, where all units' ranges have ended."""
+        for each in self._ranges:
+            each.end()
+        return self._now()
 
     def _now(self) -> float:
         if self._run.mesh.device.type == "cuda":

@@ -18,6 +18,7 @@ from framework.launch.settle import settle
 from framework.model.load import load_config
 from framework.model.stage import StageBounds, split_stages
 from framework.model.units import Unit
+from framework.parallel.pipeline.draw import describe_pipeline
 from framework.parallel.pipeline.pipeline import (
     MOST,
     PipelinePlan,
@@ -124,6 +125,17 @@ def test_a_measured_split_gains_where_flops_do_not_tell():
     assert bubble_of(pipeline, times, [3, 5], 8) < 0.8 * bubble_of(pipeline, times, [4, 4], 8)
 
 
+def test_a_stage_takes_its_backward_too_in_what_plan_prints():
+    """Frozen layers cost a forward alone."""
+    pipeline = plan_of(times_of([(1.0, 0.0)] * 4 + [(1.0, 2.0)] * 4, random.Random(1)), "1f1b", 2, 1, 8)
+    lines = describe_pipeline(pipeline, 8).splitlines()
+    shares = [int(line.split("%")[0].split()[-1]) for line in lines if " + " in line]
+    costs = pipeline.costs
+    own = [sum(each) for each in zip(costs.forward, costs.input, costs.weight, strict=True)]
+    assert shares == [round(100 * each / max(own)) for each in own]
+    assert shares != [round(100 * each / max(costs.forward)) for each in costs.forward]
+
+
 # --- the file
 
 PIPELINE = (
@@ -182,9 +194,11 @@ def test_the_times_of_another_model_and_files_of_something_else_are_refused_with
         with pytest.raises(RecipeError, match="no file of unit times"):
             make_plan(recipe, load_config(recipe.model))
     write_times(file, recipe)
-    file.write_text(file.read_text().replace("1.0", "-1.0"))
-    with pytest.raises(RecipeError, match="no pairs of seconds"):
-        make_plan(recipe, load_config(recipe.model))
+    sound = file.read_text()
+    for text in (sound.replace("1.0", "-1.0"), sound.replace("1.0", "0.0").replace("3.0", "0.0")):
+        file.write_text(text)
+        with pytest.raises(RecipeError, match="no pairs of seconds"):
+            make_plan(recipe, load_config(recipe.model))
 
 
 def test_a_word_without_a_pipeline_and_a_list_of_another_length_keep_their_meaning():
@@ -213,11 +227,14 @@ class Ticks(nn.Module):
 
 
 @pytest.mark.parametrize("bounds", [StageBounds(0, 1, 0, 2), StageBounds(0, 2, 0, 2)])
-@pytest.mark.parametrize("splits", [False, True])
-def test_ends_have_what_layers_leave_of_their_stage(bounds, splits):
+# By microbatch: dualpipe_v has both kinds of backwards.
+@pytest.mark.parametrize("splits", [(False, False), (True, True), (False, True)])
+@pytest.mark.parametrize("freezes", [False, True])
+def test_ends_have_what_layers_leave_of_their_stage(bounds, splits, freezes):
     """A clock that goes on by one with every look: a layer takes 1 forward, and 2 back, as the one below begins before it has
-    ended; its stage takes 10 and 30."""
+    ended, or the action ends behind it; its stage takes 10 and 30. Above a frozen embedding no gradient comes out of layers."""
     model, ticks = Ticks(), count()
+    model.embedding.requires_grad_(not freezes)
     units = [
         Unit("embedding", ("embedding",), ("embedding.weight",)),
         *(Unit(f"layers.{n}", (f"layers.{n}",), (f"layers.{n}.weight",)) for n in range(2)),
@@ -229,16 +246,16 @@ def test_ends_have_what_layers_leave_of_their_stage(bounds, splits):
     )
     clock = UnitClock(run, units, 4, lambda: float(next(ticks)))
     for step in (3, 4, 5, 3, 4):  # a rewind trains the measured step again
-        clock.begin_step(step)
+        now = clock.begin_step(step)
         for _ in range(2):
             model(torch.tensor([1, 2])).backward()
+            now()
         with torch.no_grad():  # a validation in a bubble
             model(torch.tensor([1, 2]))
-    kinds = {ActionKind.FORWARD: 10.0} | (
-        {ActionKind.INPUT: 20.0, ActionKind.WEIGHT: 10.0} if splits else {ActionKind.BACKWARD: 30.0}
-    )
-    timed = [Timed(Action(0, kind, m), 0.0, seconds) for m in range(2) for kind, seconds in kinds.items()]
-    back = 3.0 if splits else 2.0  # layers have a share of the weights' gradients
+    whole, halves = {ActionKind.BACKWARD: 30.0}, {ActionKind.INPUT: 20.0, ActionKind.WEIGHT: 10.0}
+    kinds = [{ActionKind.FORWARD: 10.0} | (halves if each else whole) for each in splits]
+    timed = [Timed(Action(0, kind, m), 0.0, seconds) for m in range(2) for kind, seconds in kinds[m].items()]
+    back = 2.0 + sum(splits) / 2  # layers have a share of the weights' gradients
     layers = {f"layers.{n}": (1.0, back) for n in range(2)}
     rest = 30.0 - 2 * back
     if bounds.is_last:

@@ -92,6 +92,16 @@ def test_a_table_is_a_schedule_and_a_missing_or_waiting_one_is_refused(tmp_path:
         pipeline_of(f"pipeline.table={table}", "batch.sequences_per_step=2")
 
 
+def test_layers_are_those_of_the_stages_of_a_table(tmp_path: Path) -> None:
+    """Two on each rank, which no other key says: the launcher writes their layers where pipeline.layers names a run."""
+    table = [f"pipeline.table={tmp_path}/mine.csv", "model.config.num_hidden_layers=6"]
+    save_schedule(tmp_path / "mine.csv", pipeline_of("pipeline.schedule=zbv"), 8, "llama, pp=2")
+    assert [each.stop for each in pipeline_of(*table, "pipeline.layers=[1,2,2,1]").stages] == [1, 3, 5, 6]
+    with pytest.raises(RecipeError, match=r"pipeline.layers=\[3, 3\] makes 2 stages of 6 layers; .* in 4 stages"):
+        pipeline_of(*table, "pipeline.layers=[3,3]")
+    assert "at least 1" in problems_of(*table, "pipeline.layers=[1,2,3,0]")["pipeline.layers"]
+
+
 def test_a_planned_schedule_is_written_as_a_table_that_is_read_again_and_as_a_picture(tmp_path: Path) -> None:
     pipeline = pipeline_of("pipeline.schedule=zbv")
     save_schedule(tmp_path / "mine.csv", pipeline, 8, "llama, pp=2")

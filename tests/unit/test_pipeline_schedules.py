@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -203,12 +204,35 @@ def drawn_schedules(draw: st.DrawFn) -> Schedule:
     return make_schedule(name, ranks, count, virtual)
 
 
-@given(drawn_schedules(), st.integers(1, 5), st.integers(1, 5), st.integers(0, 4))
+# A frozen stage's backward takes no time; what is measured may also be too short to move a clock on.
+TIMES = (0, 0, 1e-20, 1e-9, 1, 2, 5)
+
+
+@given(drawn_schedules(), st.randoms(use_true_random=False), st.integers(0, 4))
 def test_lowered_lists_keep_the_computation_and_match_their_messages(
-    schedule: Schedule, forward: int, backward: int, message: int
+    schedule: Schedule, rng: Random, message: int
 ) -> None:
-    costs = Costs(*((each,) * schedule.num_stages for each in (forward, backward, 1)), message)
-    lowered = lower(schedule, costs, "microbatch", "microbatch").ranks
+    costs = Costs(*([rng.choice(TIMES) for _ in range(schedule.num_stages)] for _ in range(3)), message)
+    assert_lists_fit(schedule, costs)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_stages_whose_backward_takes_no_time_receive_before_they_send(name: str) -> None:
+    for frozen in range(1, 4 * VIRTUAL[name][0] + 1):
+        schedule = make_schedule(name, 4, 8, VIRTUAL[name][0])
+        backward = [float(stage >= frozen) for stage in range(schedule.num_stages)]
+        assert_lists_fit(schedule, Costs((1.0,) * schedule.num_stages, backward, backward))
+
+
+def assert_lists_fit(schedule: Schedule, costs: Costs) -> None:
+    """Each rank's list has its computation, with each send behind what it sends and each receive before its use, and ranks have
+    the messages between them in one order, which ends even if messages block."""
+    whole = lower(schedule, costs, "microbatch", "microbatch")
+    lowered = whole.ranks
+    for each in whole.messages.values():
+        there, here = lowered[each.source], lowered[each.target]
+        assert there.index(schedule.actions[each.source][each.after]) < there.index(each.send)
+        assert here.index(each.receive) < here.index(schedule.actions[each.target][each.before])
     links: dict[tuple[int, int], list[Action]] = {}
     for rank, actions in enumerate(lowered):
         assert tuple(each for each in actions if each.kind in COMPUTE) == schedule.actions[rank]
@@ -295,6 +319,7 @@ class TestBadSchedules:
             ("0F0,0B0\n", "has 1 lines with actions; parallel.pp=2 needs one for each rank"),
             ("0F0,0B0\n1F0,1X0\n", "line 2: '1X0' is no action"),
             ("0F0,0B0\n2F0,2B0\n", "nothing of stage 1"),
+            ("0F0,0B0\n99999999999F0,2B0\n", "nothing of stage 1"),
             ("0F0,0B0\n1F0,1B0,2F0,2B0\n", "3 stages for 2 ranks"),
             ("0F0,0B0\n1F0,1B0\n", "stage 0 has nothing of microbatch 1"),
         ],
@@ -304,6 +329,14 @@ class TestBadSchedules:
         path.write_text(text)
         with pytest.raises(ScheduleError, match=message):
             read_table(path, 2, 2)
+
+    def test_a_picture_is_no_table_and_a_spreadsheet_may_mark_its_encoding(self, tmp_path: Path) -> None:
+        path = tmp_path / "mine.csv"
+        path.write_bytes(b"\x89PNG\r\n\x1a\n\xff")
+        with pytest.raises(ScheduleError, match=r"pipeline.table=.*mine.csv cannot be read: .*can't decode"):
+            read_table(path, 2, 1)
+        path.write_text("\ufeff0F0,0B0\n1F0,1B0\n", encoding="utf-8")
+        assert read_table(path, 2, 1).num_stages == 2
 
     def test_stages_and_microbatches_that_a_schedule_does_not_have_are_refused(self) -> None:
         for name, virtual in (

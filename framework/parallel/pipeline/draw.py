@@ -154,15 +154,16 @@ def describe_bubble(pipeline: "PipelinePlan", num_microbatches: int) -> str:
 def describe_pipeline(pipeline: "PipelinePlan", num_microbatches: int) -> str:
     """Lines about a step with `num_microbatches`: what `meshwright plan --schedule` prints."""
     schedule = pipeline.make(num_microbatches)
-    slowest = max(pipeline.costs.forward) or 1.0
+    costs = pipeline.costs
+    own = [sum(each) for each in zip(costs.forward, costs.input, costs.weight, strict=True)]
     lines = [
         describe_bubble(pipeline, num_microbatches),
         f"{'stage':<7}{'rank':<6}{'layers':<12}time of the slowest",
     ]
-    for bounds, rank, cost in zip(pipeline.stages, schedule.rank_of_stage, pipeline.costs.forward, strict=True):
+    for bounds, rank, cost in zip(pipeline.stages, schedule.rank_of_stage, own, strict=True):
         ends = "".join([" + embedding"] * bounds.is_first + [" + head"] * bounds.is_last)
         lines.append(
-            f"{bounds.index:<7}{rank:<6}{f'{bounds.start} to {bounds.stop - 1}':<12}{cost / slowest:.0%}{ends}"
+            f"{bounds.index:<7}{rank:<6}{f'{bounds.start} to {bounds.stop - 1}':<12}{cost / max(own):.0%}{ends}"
         )
     lines += [
         "",

@@ -13,7 +13,7 @@ for computations that wait for earlier messages, so no cycle of waits can close.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from framework.parallel.pipeline.simulate import COMPUTE, Action, ActionKind, B, Costs, F, I, Schedule, V, W, simulate
@@ -26,6 +26,10 @@ FORWARDS = (F, V)
 # Actions between the start of a receive and its use. With 0 a rank would wait for the whole transfer of each message; 1
 # is enough while a transfer is shorter than an action, and each more costs the memory of one more hidden state.
 RECEIVE_AHEAD = 1
+
+# Least time of an action, as a share of the longest one's. An action that takes no time, as the backward of a frozen stage,
+# would send at the time at which it receives: what it sends could come first in the order, and its rank would wait for itself.
+LEAST = 1e-6
 
 Frequency = Literal["step", "microbatch"]
 
@@ -67,7 +71,8 @@ def lower(schedule: Schedule, costs: Costs, unshard: Frequency = "step", reduce:
     """
     # Rank and action break ties: each rank sorts for itself, and messages with equal times must have the same order everywhere,
     # or two ranks would pair the wrong ones.
-    messages = sorted(list_messages(schedule, costs), key=lambda each: (each.time, each.source, each.after))
+    found = list_messages(schedule, _lengthen(costs))
+    messages = sorted(found, key=lambda each: (each.time, each.source, each.after))
     # Sorted by rank once, not looked for by each rank among all: a search lowers schedules of thousands of messages.
     own: list[list[StageMessage]] = [[] for _ in schedule.actions]
     for each in messages:
@@ -83,6 +88,14 @@ def lower(schedule: Schedule, costs: Costs, unshard: Frequency = "step", reduce:
         lowered.append(tuple(action for line in lines for action in line))
     by_action = {action: each for each in messages for action in (each.send, each.receive)}
     return Lowered(tuple(lowered), by_action, schedule.num_stages)
+
+
+def _lengthen(costs: Costs) -> Costs:
+    """Costs that are all at least LEAST of the largest one."""
+    times = costs.forward, costs.input, costs.weight
+    least = LEAST * max(map(max, times)) or 1.0
+    forward, inputs, weights = ([max(each, least) for each in stages] for stages in times)
+    return replace(costs, forward=forward, input=inputs, weight=weights)
 
 
 def list_messages(schedule: Schedule, costs: Costs) -> Iterator[StageMessage]:
@@ -126,6 +139,7 @@ def _place_messages(rank: int, own: list[StageMessage]) -> Iterator[tuple[int, A
     for index in range(1, len(own)):
         slots[index] = max(slots[index], slots[index - 1])
     for slot, each in zip(slots, own, strict=True):
+        assert each.source == rank or slot <= each.before, f"{each.receive} of rank {rank} would come behind its use"
         yield slot, each.send if each.source == rank else each.receive
 
 

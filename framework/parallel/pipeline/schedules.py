@@ -254,9 +254,9 @@ def read_table(path: Path, num_ranks: int, num_microbatches: int) -> Schedule:
     Raises ScheduleError that names the file, and the line where one is wrong.
     """
     try:
-        with path.open(newline="") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets begin with a mark of the encoding
             rows = [[cell for cell in row if cell.strip()] for row in csv.reader(file)]
-    except OSError as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ScheduleError(f"pipeline.table={path} cannot be read: {error}") from error
     rows = [row for row in rows if row]
     if len(rows) != num_ranks:
@@ -271,9 +271,9 @@ def read_table(path: Path, num_ranks: int, num_microbatches: int) -> Schedule:
             raise ScheduleError(f"{path}, line {line}: {error}") from None
     # The table says which stages are where by itself: any placement may be tried, not only loop and V.
     owners = {action.stage: rank for rank, actions in enumerate(lists) for action in actions}
-    missing = set(range(max(owners) + 1)) - set(owners)
-    if missing or len(owners) % num_ranks:
-        gap = f"nothing of stage {min(missing)}" if missing else f"{len(owners)} stages for {num_ranks} ranks"
+    missing = next((stage for stage in range(len(owners)) if stage not in owners), None)
+    if missing is not None or len(owners) % num_ranks:
+        gap = f"{len(owners)} stages for {num_ranks} ranks" if missing is None else f"nothing of stage {missing}"
         raise ScheduleError(f"{path} has {gap}; stages are numbered from 0, equally many on each rank")
     ranks = tuple(owners[stage] for stage in range(len(owners)))
     schedule = Schedule(path.name, num_microbatches, ranks, tuple(lists))
