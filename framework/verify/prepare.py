@@ -161,7 +161,7 @@ def shrink_recipe(
     context = min(recipe.batch.context, max(MAX_CONTEXT, 2 * recipe.parallel.cp), positions)
     batch = Batch(dp * microbatch * accumulation, None, microbatch, context)
     model, why_model = _simplify_model(recipe.model, parameters, options.device, dtype)
-    optim, why_optim = _simplify_optim(recipe.optim, parameters, dtype)
+    optim, why_optim = _simplify_optim(recipe.optim, parameters, dtype, options.steps)
     zero, why_zero = _shrink_shards(recipe, dtype, derived.dp * derived.cp, dp * derived.cp)
     ranks = dp * _inner(recipe)
     # Two nodes by name, on this machine: what leaves a node leaves it here.
@@ -317,28 +317,31 @@ def _simplify_model(model: Model, parameters: Collection[str], device: str, dtyp
     return replace(model, weights=None, freeze=freeze, attention=attention, experts=experts), why
 
 
-def _simplify_optim(optim: Optim, parameters: Collection[str], dtype: str) -> tuple[Optim, dict[str, str]]:
+def _simplify_optim(optim: Optim, parameters: Collection[str], dtype: str, steps: int) -> tuple[Optim, dict[str, str]]:
     why = {
         "optim.eps": f"it would divide {dtype}'s rounding noise by itself where a gradient is zero",
         "optim.lr": "so that a wrong update shows after few steps",
-        "optim.schedule.warmup_steps": "few steps see all of the schedule",
-        "optim.schedule.decay_steps": "few steps see all of the schedule",
+        "optim.schedule": "few steps see all of the schedule",
     }
     groups = {name: each for name, each in optim.groups.items() if _is_found(each.pattern, parameters)}
     for name in optim.groups.keys() - groups.keys():
         why[f"optim.groups.{name}"] = "its pattern is found in no parameter of the small model"
     eps = max(optim.eps, LEAST_EPS) if dtype != "fp64" and optim.name in ("adamw", "muon") else optim.eps
-    small = replace(optim, groups=groups, schedule=_compress(optim.schedule), eps=eps, lr=max(optim.lr, LEAST_LR))
+    small = replace(
+        optim, groups=groups, schedule=_compress(optim.schedule, steps), eps=eps, lr=max(optim.lr, LEAST_LR)
+    )
     if optim.name == "muon" and optim.muon.dtype == "bf16":
         small = replace(small, muon=replace(optim.muon, dtype="master"))
         why["optim.muon.dtype"] = "iterations in bf16 turn rounding noise into differences of 2^-9"
     return small, why
 
 
-def _compress(schedule: LearningRateSchedule) -> LearningRateSchedule:
-    """The schedule with at most one step in each phase, so that few steps see all of them."""
+def _compress(schedule: LearningRateSchedule, steps: int) -> LearningRateSchedule:
+    """The schedule with at most one step in each phase and its end within `steps`, so that few steps see all of it."""
+    warmup, start = min(schedule.warmup_steps, 1), min(schedule.start_step, 1)
     decay = None if schedule.decay_steps is None else 1
-    return replace(schedule, warmup_steps=min(schedule.warmup_steps, 1), decay_steps=decay)
+    stop = None if schedule.stop_step is None else min(schedule.stop_step, steps)
+    return replace(schedule, warmup_steps=warmup, decay_steps=decay, start_step=start, stop_step=stop)
 
 
 def _is_found(pattern: str, parameters: Collection[str]) -> bool:

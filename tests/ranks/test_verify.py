@@ -141,6 +141,15 @@ def test_patterns_without_a_small_parameter_are_left_out_and_named() -> None:
     assert "layers.70" in notes
 
 
+def test_few_steps_see_all_of_a_schedule() -> None:
+    states = ("warmup_steps=200", "start_step=100", "stop_step=900", "decay_steps=90", "decay_shape=sqrt")
+    small, told = shrunk(recipe_of("optim/schedule=wsd", *(f"++optim.schedule.{each}" for each in states)))
+    schedule = small.optim.schedule
+    assert (schedule.start_step, schedule.warmup_steps, schedule.decay_steps, schedule.stop_step) == (1, 1, 1, 3)
+    assert schedule.decay_shape == "sqrt"
+    assert "optim.schedule.stop_step 900 -> 3: few steps see all of the schedule" in told
+
+
 def test_fp64_needs_no_larger_eps() -> None:
     recipe = recipe_of("optim.lr=0.01")
     assert shrunk(recipe, "fp64")[0].optim.eps == recipe.optim.eps
