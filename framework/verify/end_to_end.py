@@ -121,6 +121,11 @@ def refuse(recipe: Recipe) -> None:
     """Raise RecipeError for what a reference that does not know the layout cannot repeat."""
     if find_forms(recipe) != PluginForms():
         raise RecipeError("the reference of --end-to-end knows no rule of a plugin: `verify` without it compares them")
+    if recipe.adapter.is_used:
+        raise RecipeError(
+            f"adapter.kind={recipe.adapter.kind}: the reference of --end-to-end trains a stock model whole."
+            " `verify` without it compares adapters"
+        )
     if recipe.data.mode == "stream":
         raise RecipeError("--end-to-end prepares its data: add data.mode=prepared")
     for key, is_blocked in (

@@ -33,6 +33,7 @@ from framework.recipe.derive import Derived, context_degrees, count_expert_slice
 from framework.recipe.problem import render_problems
 from framework.recipe.schema import Batch, LearningRateSchedule, Model, Optim, Parallel, Recipe, Zero
 from framework.verify.sides import (
+    DRAWN,
     PRECISIONS,
     ChangedValue,
     Sides,
@@ -54,6 +55,7 @@ MAX_ACCUMULATION = 3
 LEAST_EPS = 1e-3
 # Below it fp32 weights of 0.1 would hardly move in three steps, whatever the update.
 LEAST_LR = 1e-3
+STARTS_SEEDED = "not read: both sides start from seeded weights"
 
 CPU_ATTENTION = ("auto", "eager", "sdpa")
 CPU_EXPERTS = ("auto", "eager", "batched_mm", "grouped_mm")
@@ -173,6 +175,7 @@ def shrink_recipe(
         train=replace(recipe.train, steps=options.steps),
         batch=batch,
         model=model,
+        adapter=replace(recipe.adapter, dropout=0.0, weights=None),
         parallel=_lower_ulysses(_send_tokens(_lower_ep(recipe.parallel, dp, ep), derived, dtype), heads),
         pipeline=replace(recipe.pipeline, layers=None),
         zero=zero,
@@ -186,6 +189,8 @@ def shrink_recipe(
         "precision.master": "that of --dtype",
         "precision.reduce": "that of --dtype",
         "precision.loss_scale": "that of --dtype",
+        "adapter.dropout": "drawn per microbatch",
+        "adapter.weights": STARTS_SEEDED,
         "parallel.dp": "--ranks sets another number",
         "parallel.ep": "what few ranks and the small model's experts take",
         "parallel.expert_hierarchical": "as if nodes were smaller, so that tokens take two hops here, too",
@@ -310,7 +315,7 @@ def _simplify_model(model: Model, parameters: Collection[str], device: str, dtyp
     why = {
         f"model.{name}": f"it does not run on {device} in {dtype}: the model's own choice instead" for name in runs_here
     }
-    why["model.weights"] = "not read: both sides start from seeded weights"
+    why["model.weights"] = STARTS_SEEDED
     freeze = [pattern for pattern in model.freeze if _is_found(pattern, parameters)]
     why["model.freeze"] = "what is missing is found in no parameter of the small model"
     attention, experts = (getattr(model, name) if runs else "auto" for name, runs in runs_here.items())
@@ -377,11 +382,13 @@ def keep_whole(recipe: Recipe, config: PretrainedConfig, model: nn.Module, optio
 
 def _find_absent(recipe: Recipe, options: VerifyOptions, dtype: str) -> list[ChangedValue]:
     """Values of the recipe that a verification cannot run."""
-    model, on_cpu, master = recipe.model, options.device == "cpu", recipe.precision.master
+    model, adapter, on_cpu, master = recipe.model, recipe.adapter, options.device == "cpu", recipe.precision.master
     within, copied, needs_gpu = recipe.zero.shard_within, recipe.zero.secondary_shard, "it needs --device cuda"
     on_one, codes = "all ranks are on this machine: state the degree", recipe.zero.quantize_reduce
     found = (
-        (model.weights is not None, "model.weights", model.weights, None, "both sides start from seeded weights"),
+        (model.weights is not None, "model.weights", model.weights, None, STARTS_SEEDED),
+        (adapter.weights is not None, "adapter.weights", adapter.weights, None, STARTS_SEEDED),
+        (adapter.dropout > 0, "adapter.dropout", adapter.dropout, 0.0, DRAWN),
         (within == "node", "zero.shard_within", within, None, on_one),
         (copied == "node", "zero.secondary_shard", copied, None, on_one),
         (codes != "none", "zero.quantize_reduce", codes, "none", "all ranks are on one node, where nothing travels so"),

@@ -173,6 +173,7 @@ NO_PART_OF_A_STEP = (
 NO_PART_OF_A_MODEL = ("dtype", "transformers_version", "architectures", "_name_or_path", "id2label", "label2id")
 # Reported with a reason, so that a dropout that is off does not hide among thirty sizes.
 DROPOUT = r".*(dropout|pdrop|layerdrop|jitter_noise).*"
+DRAWN = "drawn per microbatch, which the oracle cannot repeat"
 # Dtypes for which no fixed tolerance fits all models, the least precise first.
 NARROW = ("fp8", "bf16", "fp16")
 WIDTH = 118
@@ -224,9 +225,8 @@ def _compare(original: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[Ch
 
 def find_dropout(config: PretrainedConfig) -> list[ChangedValue]:
     """Dropout and noise that are switched on: the oracle cannot repeat the layout's random numbers."""
-    reason = "drawn per microbatch, which the oracle cannot repeat"
     return [
-        ChangedValue(f"model.config.{key}", value, 0.0, reason)
+        ChangedValue(f"model.config.{key}", value, 0.0, DRAWN)
         for key, value in flatten(plain(config.to_dict())).items()
         if _is_dropout(key) and isinstance(value, float) and value > 0
     ]

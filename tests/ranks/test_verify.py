@@ -141,6 +141,16 @@ def test_patterns_without_a_small_parameter_are_left_out_and_named() -> None:
     assert "layers.70" in notes
 
 
+ADAPTER = ("adapter=lora", "adapter.dropout=0.1", "adapter.weights=somewhere")
+
+
+def test_what_an_adapter_draws_or_reads_is_left_out_and_told() -> None:
+    small, told = shrunk(recipe_of(*ADAPTER))
+    assert (small.adapter.kind, small.adapter.dropout, small.adapter.weights) == ("lora", 0.0, None)
+    assert "adapter.dropout 0.1 -> 0.0: drawn per microbatch" in told
+    assert "adapter.weights somewhere -> nothing: not read" in told
+
+
 def test_few_steps_see_all_of_a_schedule() -> None:
     states = ("warmup_steps=200", "start_step=100", "stop_step=900", "decay_steps=90", "decay_shape=sqrt")
     small, told = shrunk(recipe_of("optim/schedule=wsd", *(f"++optim.schedule.{each}" for each in states)))
@@ -460,6 +470,11 @@ def test_strict_refuses_with_everything_that_it_would_leave_out() -> None:
         command.verify(recipe, VerifyOptions(strict=True))
     with pytest.raises(RecipeError, match=r"--dtype, --ranks would change it"):
         command.verify(recipe, VerifyOptions(strict=True, dtype="fp64", ranks=2))
+
+
+def test_strict_refuses_what_an_adapter_draws_or_reads() -> None:
+    with pytest.raises(RecipeError, match=r"(?s)adapter.weights somewhere.*adapter.dropout 0.1 -> 0.0"):
+        command.prepare(recipe_of(*TINY, *ADAPTER), VerifyOptions(strict=True))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
