@@ -32,6 +32,7 @@ from framework.plan.policies import keep_chunked_loss
 from framework.recipe.derive import Derived, context_degrees, count_expert_slices, count_virtual_stages, derive
 from framework.recipe.problem import render_problems
 from framework.recipe.schema import Batch, LearningRateSchedule, Model, Optim, Parallel, Recipe, Zero
+from framework.recipe.stages import split_stages
 from framework.verify.sides import (
     DRAWN,
     PRECISIONS,
@@ -106,8 +107,18 @@ class Verification:
     num_parameters: int
 
 
+def prepare_stages(recipe: Recipe, options: VerifyOptions) -> dict[str, Verification]:
+    """A verification of each stage of the run by its name; one for several, as "a, b", of which no step differs."""
+    found: dict[str, Verification] = {}
+    for stage in split_stages(recipe):
+        own = prepare(stage.recipe, options)
+        names = next((names for names, each in found.items() if each.sides.has_steps_of(own.sides)), "")
+        found[f"{names}, {stage.name}" if names else stage.name] = found.pop(names, own)
+    return found
+
+
 def prepare(recipe: Recipe, options: VerifyOptions) -> Verification:
-    """Prepare a verification. Raises MeshwrightError where the recipe, the model or the machine has to be changed first."""
+    """Prepare a verification of a recipe without stages. MeshwrightError where recipe, model or machine have to change first."""
     prepared = _choose_sides(recipe, options)
     problems = list(find_sequence_problems(prepared.sides.recipe, prepared.sides.config))
     if problems:

@@ -24,7 +24,7 @@ from framework.verify.plain_optimizers import Noise, PlainLion, measure_noise
 from framework.verify.pool import RankFailed
 from framework.verify.pool import RankPool as AnyRankPool
 from framework.verify.prepare import MAX_CONTEXT, VerifyOptions, shrink_recipe
-from framework.verify.sides import NO_PART_OF_A_STEP, Sides, find_changes, find_config_changes
+from framework.verify.sides import NO_PART_OF_A_STEP, NOT_RUN, Sides, find_changes, find_config_changes
 from tests.families import build_config, family
 from tests.ranks.pool import RankPool
 
@@ -396,11 +396,45 @@ def test_every_changed_key_is_told() -> None:
 def test_every_key_is_compared_or_named_as_no_part_of_a_step() -> None:
     """A key that the schema gets tomorrow is compared unless somebody says here that no step reads it."""
     ignored = {key.path for key in list_keys() if re.fullmatch(NO_PART_OF_A_STEP, key.path)}
-    groups = {path.partition(".")[0] for path in ignored} - {"train", "pipeline"}
-    assert groups == {"data", "checkpoint", "track", "launch", "run"}
-    assert {path for path in ignored if path.startswith(("train", "pipeline"))} == {
-        "train.steps", "train.sample", "train.validate_every_steps", "train.validation_sequences", "pipeline.fill_bubbles",
+    compared = {key.path for key in list_keys()} - ignored
+    mixed = {"train", "model", "pipeline", "data"}
+    assert {path.partition(".")[0] for path in ignored} - mixed == {
+        "eval", "checkpoint", "track", "launch", "cluster", "run",
     }  # fmt: skip
+    assert {path.partition(".")[0] for path in compared} - mixed == {
+        "batch", "adapter", "loss", "parallel", "zero", "memory", "precision", "optim", "plugins",
+    }  # fmt: skip
+    of_train = {path.split(".")[1] for path in compared if path.startswith("train.")}
+    assert of_train == {"seed", "z_loss", "router_z_loss", "ema", "stages"}
+    assert {path for path in ignored if path.startswith(("model.", "pipeline."))} == {
+        "model.tokenizer", "model.revision", "pipeline.fill_bubbles",
+    }  # fmt: skip
+    told = set(re.findall(r"\w+\.[\w*]+", "; ".join(NOT_RUN)))
+    untold = {path for path in ignored if not told & {path, f"{path.partition('.')[0]}.*"}}
+    assert untold == {"train.steps", "train.epochs"}, "named as all but N steps"
+
+
+STAGES = (
+    "train.stages={a:{until_step:100,optim:{clip_norm:0.001,betas:[0.5,0.5]},batch:{context:64}},"
+    "b:{until_step:200,batch:{context:128}},c:{optim:{lr:1.0}}}"
+)
+
+
+def test_each_stage_of_which_a_step_differs_is_verified(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+    monkeypatch.setattr(command, "run", lambda prepared: ran.append(prepared.sides.recipe) or EXIT_DONE)
+    assert command.verify(recipe_of("launch.ranks=1", STAGES), VerifyOptions()) == EXIT_DONE
+    assert [(each.optim.clip_norm, each.optim.lr) for each in ran] == [(0.001, ran[0].optim.lr), (0.001, 1.0)]
+    told = capsys.readouterr().out
+    assert "stage         a, b, from seeded weights" in told
+    assert told.count("equal") == 1
+
+
+def test_a_stage_that_differs_from_one_process_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "run", lambda prepared: int(prepared.sides.recipe.optim.lr == 1.0))
+    assert command.verify(recipe_of("launch.ranks=1", STAGES), VerifyOptions()) == EXIT_FAILED
 
 
 def test_dropout_that_is_off_is_told() -> None:
