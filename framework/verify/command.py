@@ -29,7 +29,8 @@ from transformers.utils.logging import set_verbosity_error
 
 from framework.errors import EXIT_DONE, EXIT_FAILED, ModelError, RecipeError
 from framework.model.hub import find_folder
-from framework.model.load import load_config
+from framework.model.initial import find_scales
+from framework.model.load import build_meta, load_config
 from framework.recipe.derive import derive
 from framework.recipe.describe import describe_derived
 from framework.recipe.schema import Precision, Recipe
@@ -79,7 +80,7 @@ def verify(recipe: Recipe, options: VerifyOptions) -> int:
 
 
 def describe(stages: str, prepared: Verification, steps: int) -> str:
-    """What is compared, and what is left out. stages: their names, "" in a run without any."""
+    """Text on a comparison and on what is left out. stages: their names, "" in a run without any."""
     sides = prepared.sides
     derived = derive(replace(sides.recipe, train=replace(sides.recipe.train, steps=steps)))
     lines = [
@@ -260,6 +261,7 @@ def _train(recipe: Recipe, base: Mapping[str, Any], factor: int, steps: int) -> 
     config.update(
         {name: value * factor for name, value in base.items()} | {"vocab_size": VOCABULARY, "use_cache": False}
     )
+    find_scales(build_meta(config), recipe.model.mup_base)  # raises where there is no muP
     schedule = replace(recipe.optim.schedule, name="constant", warmup_steps=0)
     settings: dict[str, Any] = {"optim": replace(recipe.optim, schedule=schedule)}
     settings["batch"] = replace(recipe.batch, sequences_per_step=SEQUENCES, sequences_per_microbatch=SEQUENCES)

@@ -318,7 +318,7 @@ QUERIES = ("q_proj", "c_attn", "qkv_proj", "query_key_value", "q_b_proj", "query
 
 def widen(model: PreTrainedModel, base: PreTrainedModel) -> dict[str, tuple[float, float]]:
     """Factors of initial values and of learning rates under muP, by the name of a parameter. base: the narrower model."""
-    factors, narrow = {}, dict(base.named_parameters())
+    factors, narrow = {}, dict(base.named_parameters(remove_duplicate=False))
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(path, recurse=False):
             if parameter.ndim < 2 or isinstance(module, nn.Embedding):

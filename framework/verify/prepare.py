@@ -23,6 +23,7 @@ from framework.data.loader import find_sequence_problems
 from framework.errors import RecipeError, TopologyError
 from framework.mesh.topology import count_passing
 from framework.model.experts import count_all_experts
+from framework.model.initial import find_scales
 from framework.model.load import build_meta, layer_configs, load_config, load_config_file
 from framework.model.precision import DTYPES, compute_dtype
 from framework.model.shrink import MIN_LAYERS, shrink
@@ -132,11 +133,13 @@ def _choose_sides(recipe: Recipe, options: VerifyOptions) -> Verification:
     original, changes = _load(recipe.model, options.model_config)
     if options.strict:
         model = build_meta(original, recipe.model.attention)
+        find_scales(model, recipe.model.mup_base)
         kept = keep_whole(recipe, original, model, options)
         return Verification(Sides(kept, original, options.steps), changes, _count(model))
     recipe = keep_chunked_loss(recipe, original)
     config = shrink(original, max(MIN_LAYERS, recipe.parallel.pp * count_virtual_stages(recipe.pipeline)))
     model = build_meta(config)
+    find_scales(model, recipe.model.mup_base)  # raises where there is no muP
     names = [name for name, _ in model.named_parameters()]
     experts = math.gcd(*count_all_experts(model).values())
     # Checked on the model as it is: that a small one has fewer heads is no fault of the recipe's.
@@ -197,9 +200,7 @@ def shrink_recipe(
     )
     reasons = {
         "precision.compute": "--dtype chooses another",
-        "precision.master": "that of --dtype",
-        "precision.reduce": "that of --dtype",
-        "precision.loss_scale": "that of --dtype",
+        "precision": "that of --dtype",
         "adapter.dropout": "drawn per microbatch",
         "adapter.weights": STARTS_SEEDED,
         "parallel.dp": "--ranks sets another number",
@@ -376,8 +377,7 @@ def keep_whole(recipe: Recipe, config: PretrainedConfig, model: nn.Module, optio
         precision=replace(recipe.precision, compute=word),  # type: ignore[arg-type]
         launch=replace(recipe.launch, kind="local", ranks=derived.world, device=options.device),
     )
-    problems = [str(change) for change in find_dropout(config)]
-    problems += [str(change) for change in _find_absent(recipe, options, word)]
+    problems = [str(change) for change in (*find_dropout(config), *_find_absent(recipe, options, word))]
     problems += find_lots(model, word)
     problems += _find_too_large(recipe, sum(parameter.numel() for parameter in model.parameters()), options)
     if problems:
@@ -428,8 +428,8 @@ def _find_too_large(recipe: Recipe, num_parameters: int, options: VerifyOptions)
     needed = num_parameters * BYTES_PER_PARAMETER * (derived.world + 1)
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > available:
-        gib = f"{needed / 2**30:.0f} GiB for {derived.world} ranks, of {available / 2**30:.0f} GiB here"
-        problems.append(f"about {gib}")
+        gib, here = (f"{each / 2**30:.0f} GiB" for each in (needed, available))
+        problems.append(f"about {gib} for {derived.world} ranks, of {here} here")
     if derived.world > MAX_STRICT_RANKS:
         problems.append(f"{derived.world} ranks, more than the {MAX_STRICT_RANKS} that one machine runs here")
     return problems
@@ -442,9 +442,8 @@ def _count(model: torch.nn.Module) -> int:
 def _load(model: Model, model_config: Path | None) -> tuple[PretrainedConfig, list[ChangedValue]]:
     """The full-size config. Pretrained weights are never downloaded, and only the config of a local folder is read."""
     if model_config is not None:
-        return load_config_file(model_config), [
-            ChangedValue("model", model.family, str(model_config), "--model-config")
-        ]
+        change = ChangedValue("model", model.family, str(model_config), "--model-config")
+        return load_config_file(model_config), [change]
     if model.weights is None or Path(model.weights).is_dir():
         return load_config(model), []
     return load_config(replace(model, weights=None)), []
