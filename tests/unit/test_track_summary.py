@@ -87,6 +87,22 @@ def test_a_run_without_a_step_gets_its_page_only(tmp_path):
     assert "no step was reported" in (tmp_path / "report.txt").read_text()
 
 
+@pytest.mark.parametrize("lost", [(2,), (3,), (1, 2, 3)], ids=str)
+@pytest.mark.parametrize("mfu", [None, 0.4])
+def test_lines_that_were_lost_and_filled_in_leave_the_report_whole(tmp_path, lost, mfu):
+    write_run(tmp_path, [report(step, mfu=mfu) for step in (1, 2, 3) if step not in lost])
+    resumed = Jsonl(tmp_path, known=[[step, 2.0, 0.5] for step in (1, 2, 3)])
+    resumed.open(replace(RUN, start_step=3))
+    resumed.close(0)
+    assert [record["step"] for record in read_records(tmp_path / METRICS_FILE)] == [1, 2, 3]
+    assert {path.name for path in write_report(tmp_path)} == {"report.txt", "report.png"}
+    page = (tmp_path / "report.txt").read_text()
+    assert "3 of 400, 1.54k tokens" in page
+    assert ("00:01 in 2 reported steps" in page) == (len(lost) == 1)
+    assert ("40.0% median of a peak" in page) == (mfu is not None and len(lost) == 1)
+    assert "nan" not in page
+
+
 LOADS = {"layers.1": (30, 10, 20, 20), "layers.3": (20, 20, 20, 20)}
 IMBALANCE = {"layers.1": 1.5, "layers.3": 1.0}
 
