@@ -23,7 +23,7 @@ from framework.verify.layout import choose_rank_device
 from framework.verify.plain_optimizers import Noise, PlainLion, measure_noise
 from framework.verify.pool import RankFailed
 from framework.verify.pool import RankPool as AnyRankPool
-from framework.verify.prepare import MAX_CONTEXT, VerifyOptions, shrink_recipe
+from framework.verify.prepare import MAX_CONTEXT, VerifyOptions, prepare, shrink_recipe
 from framework.verify.sides import NO_PART_OF_A_STEP, NOT_RUN, Sides, find_changes, find_config_changes
 from tests.families import build_config, family
 from tests.ranks.pool import RankPool
@@ -489,7 +489,7 @@ TINY = (
 
 def test_strict_verifies_the_recipe_in_its_own_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = recipe_of(*TINY, "launch.ranks=2", "precision=fp64", "optim.lr=1e-4")
-    plan = command.prepare(recipe, VerifyOptions(strict=True))
+    plan = prepare(recipe, VerifyOptions(strict=True))
     kept = replace(plan.sides.recipe, launch=recipe.launch)
     assert (kept, plan.changes) == (recipe, [])
     assert command.verify(recipe, VerifyOptions(strict=True, steps=1)) == EXIT_DONE
@@ -508,7 +508,7 @@ def test_strict_refuses_with_everything_that_it_would_leave_out() -> None:
 
 def test_strict_refuses_what_an_adapter_draws_or_reads() -> None:
     with pytest.raises(RecipeError, match=r"(?s)adapter.weights somewhere.*adapter.dropout 0.1 -> 0.0"):
-        command.prepare(recipe_of(*TINY, *ADAPTER), VerifyOptions(strict=True))
+        prepare(recipe_of(*TINY, *ADAPTER), VerifyOptions(strict=True))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -517,8 +517,8 @@ def test_routers_that_draw_lots_among_equal_scores_are_refused_where_scores_are_
     recipe = recipe_of("~model", "data.bpe_vocab=512", "model.family=phimoe", f"precision={dtype}")
     for options in (VerifyOptions(strict=True), VerifyOptions(dtype=dtype)):
         with pytest.raises(RecipeError, match=rf"precision.compute={dtype}: PhimoeTopKRouter draws lots .* in fp32"):
-            command.prepare(recipe, options)
-    command.prepare(recipe, VerifyOptions(dtype="fp32"))
+            prepare(recipe, options)
+    prepare(recipe, VerifyOptions(dtype="fp32"))
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
