@@ -42,18 +42,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prune(run: RunDirectory, *, keep: int, removes: bool) -> int:
-    """Bytes of the run's old checkpoints; a run that runs or waits for its turn, or has no whole checkpoint, is left alone."""
+    """Bytes of the run's old checkpoints; a run that runs or waits for its turn, has no whole checkpoint, or lies beside a recipe
+    that cannot be read is left alone."""
     if run.find_holder() or any(state and state.state in WAITING_OR_RUNNING for _, state in find_jobs(run)):
         print(f"{run.path}: runs or is queued, left alone")
         return 0
     try:
         manifest = find_newest(run.checkpoints).manifest
+        keep_every, origins = load_recipe(run.recipe).checkpoint.keep_every, _find_origins(run)
     except MeshwrightError as error:
         print(f"{run.path}: left alone: {error}")
         return 0
     best_step = manifest.state.get("best_step") if manifest else None
-    origins = _find_origins(run)
-    retention = Retention(keep, load_recipe(run.recipe).checkpoint.keep_every, lambda step: step in origins)
+    retention = Retention(keep, keep_every, lambda step: step in origins)
     old = find_old(run.checkpoints, retention, best_step)
     num_bytes = sum(map(_count_bytes, old))
     steps = ", ".join(f"{step_of(path):,}" for path in reversed(old))
@@ -66,9 +67,16 @@ def _prune(run: RunDirectory, *, keep: int, removes: bool) -> int:
 
 
 def _find_origins(run: RunDirectory) -> set[int]:
-    """Steps of the run that runs beside it have begun with, or compare their answers with: a start anew reads them again."""
+    """Steps of the run that runs beside it have begun with, or compare their answers with: a start anew reads them again.
+    RunError where the recipe of one beside it cannot be read: it may need any step."""
     found = set()
-    for other in map(load_recipe, (each.recipe for each in list_runs(run.path.parent))):
+    for beside in list_runs(run.path.parent):
+        try:
+            other = load_recipe(beside.recipe)
+        except (MeshwrightError, OSError, UnicodeDecodeError) as error:
+            raise RunError(
+                f"{beside.recipe}, which may begin with a checkpoint of it, cannot be read: {error}"
+            ) from error
         for named in (other.run.start_from, other.loss.reference):
             name, _, step = str(named or "").rpartition("@")
             if step.isdigit() and find_run(name).resolve() == run.path.resolve():

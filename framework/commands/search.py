@@ -327,7 +327,7 @@ def _read_measured(folder: Path) -> Iterator[tuple[Any, float]]:
 
     for saved in sorted(folder.glob("*/recipe.yaml")):
         records = read_records(saved.parent / METRICS_FILE)
-        seconds = [record["step_s"] for record in records if record["step"] > WARM_UP]
+        seconds = [record["step_s"] for record in records if record["step"] > WARM_UP and not record.get("filled")]
         if seconds:
             yield candidate_of(load_recipe(saved)), median(seconds)
 

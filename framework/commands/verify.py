@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from framework.commands.arguments import compose_recipe
+from framework.commands.arguments import at_least, compose_recipe
 from framework.imports import loading_libraries
 
 
@@ -17,8 +17,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--fp64", dest="dtype", action="store_const", const="fp64", help=argparse.SUPPRESS)
     parser.add_argument("--bf16", dest="dtype", action="store_const", const="bf16", help=argparse.SUPPRESS)
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps to compare (default: 3)")
-    parser.add_argument("--ranks", type=int, metavar="N", help="ranks (default: as few as the layout needs)")
+    parser.add_argument("--steps", type=at_least(1), default=3, metavar="N", help="steps to compare (default: 3)")
+    parser.add_argument("--ranks", type=at_least(1), metavar="N", help="ranks (default: as few as the layout needs)")
     parser.add_argument(
         "--device",
         choices=["cpu", "cuda"],
@@ -32,7 +32,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="PNG",
         help="draw sizes of outputs by width (model.mup_base)",
     )
-    parser.add_argument("--widths", type=int, default=5, metavar="N", help="with --coordinates: widths (default: 5)")
+    parser.add_argument(
+        "--widths", type=at_least(2), default=5, metavar="N", help="with --coordinates: widths (default: 5)"
+    )
     parser.add_argument(
         "--end-to-end", action="store_true", help="compare a whole run with a plain loop, text to export"
     )

@@ -59,14 +59,22 @@ class Derived:
 
 
 def compiles(recipe: Recipe) -> bool:
-    """Whether layers are compiled. `auto`: on GPUs, but for what `find_compile_obstacle` names, halves that compute by turns, and
-    adapters that drop inputs or lie beside weights that ranks divide."""
-    if recipe.memory.compile == "auto":
-        is_divided = max(recipe.parallel.tp, recipe.parallel.cp, recipe.parallel.ep) > 1
-        has_obstacle = find_compile_obstacle(recipe) is not None or recipe.parallel.expert_overlap
-        has_obstacle |= recipe.adapter.dropout > 0 or (recipe.adapter.is_used and is_divided)
-        return recipe.launch.device == "cuda" and not has_obstacle
-    return recipe.memory.compile == "always"
+    """Whether layers are compiled."""
+    return recipe.memory.compile == "always" or (recipe.memory.compile == "auto" and not explain_not_compiled(recipe))
+
+
+def explain_not_compiled(recipe: Recipe) -> str:
+    """The reason why `memory.compile=auto` compiles no layer; "" where it does."""
+    parallel, adapter = recipe.parallel, recipe.adapter
+    if parallel.expert_overlap:
+        return "layers compute in halves by turns (parallel.expert_overlap)"
+    if obstacle := find_compile_obstacle(recipe):
+        return f"outputs are kept by name, and with {obstacle} graphs end at tp's regions"
+    if adapter.dropout > 0:
+        return "which elements of its input an adapter drops is not known to a compiled layer (adapter.dropout)"
+    if adapter.is_used and max(parallel.tp, parallel.cp, parallel.ep) > 1:
+        return "adapters lie beside weights that ranks divide (parallel.tp, cp or ep)"
+    return "" if recipe.launch.device == "cuda" else "it does not pay on CPUs, where runs are short"
 
 
 def find_compile_obstacle(recipe: Recipe) -> str | None:

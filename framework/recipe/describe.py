@@ -11,7 +11,7 @@ from framework.recipe.derive import (
     Derived,
     compiles,
     count_context_parts,
-    find_compile_obstacle,
+    explain_not_compiled,
     overlaps_matmuls,
     unpadded_lengths,
 )
@@ -70,13 +70,7 @@ def describe_compilation(recipe: Recipe) -> str:
 
 def _say_what_compiles(recipe: Recipe) -> Iterator[str]:
     if not compiles(recipe):
-        obstacle = find_compile_obstacle(recipe)
-        reason = "it does not pay on CPUs, where runs are short"
-        if recipe.parallel.expert_overlap:
-            reason = "layers compute in halves by turns (parallel.expert_overlap)"
-        elif obstacle:
-            reason = f"outputs are kept by name, and with {obstacle} graphs end at tp's regions"
-        yield f"never (memory.compile=auto): {reason}"
+        yield f"never (memory.compile=auto): {explain_not_compiled(recipe)}"
         return
     ends = "; graphs end at tp's regions (parallel.overlap=always)" if overlaps_matmuls(recipe) else ""
     yield f"each layer's forward, at its first call{ends}"

@@ -16,6 +16,7 @@ import math
 import os
 import sys
 import time
+from bisect import bisect
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
@@ -163,7 +164,8 @@ def restore_records(
     if not missing:
         return
     filled = [step for step in missing if step in known]
-    records |= {step: _fill(run, step, *known[step], unix_s) for step in filled}
+    pace = run.tokens_per_step
+    records |= {step: _fill(step, *known[step], find_tokens(records, step, pace), unix_s) for step in filled}
     lines = (json.dumps(encode(records[step]), allow_nan=False) + "\n" for step in sorted(records))
     lease.write(path, "".join(lines).encode())
     print(
@@ -184,15 +186,21 @@ def find_missing(steps: Sequence[int], last_step: int, every_steps: int) -> list
     return [step for first, stop in gaps for step in range(first + 1, stop) if step % every_steps == 0]
 
 
-def _fill(run: RunInfo, step: int, loss: float, gradient_norm: float, unix_s: float) -> dict[str, Any]:
-    """A record of a step of which only loss and gradient norm are known; other numbers are NaN."""
+def find_tokens(records: Mapping[int, Mapping[str, Any]], step: int, pace: int) -> int:
+    """Tokens of the run up to a step without a record: on the line between its neighbours, as batches may have changed since the
+    run began; behind the last record `pace` a step."""
+    steps = [0, *records]  # which are in order
+    place = bisect(steps, step)
+    before, after = steps[place - 1], steps[place] if place < len(steps) else None
+    first = records[before]["tokens"] if before else 0
+    slope = pace if after is None else (records[after]["tokens"] - first) / (after - before)
+    return round(first + slope * (step - before))
+
+
+def _fill(step: int, loss: float, gradient_norm: float, tokens: int, unix_s: float) -> dict[str, Any]:
+    """A record of a step of which only loss, gradient norm and about how many tokens are known; other numbers are NaN."""
     required: dict[str, Any] = {each.name: math.nan for each in fields(StepReport) if _is_required(each)}
-    known: dict[str, Any] = {
-        "step": step,
-        "loss": loss,
-        "gradient_norm": gradient_norm,
-        "tokens": step * run.tokens_per_step,
-    }
+    known: dict[str, Any] = {"step": step, "loss": loss, "gradient_norm": gradient_norm, "tokens": tokens}
     report = StepReport(**{**required, **known, "tokens_per_s_per_rank": (), "mfu": None})
     return {**metrics_of(report), "unix_s": unix_s, "filled": True}
 

@@ -204,9 +204,9 @@ def _list_facts(
         yield "MFU", f"{last['mfu']:.1%}"
     if account is not None:
         yield "goodput", f"{account.ettr:.1%}"
-    pace_s, left = median(curves["step_s"][1][-100:]), info.total_steps - last["step"]
-    if left > 0 and isfinite(pace_s):
-        yield "left", format_duration(pace_s * left)
+    paces_s, left = list(filter(isfinite, curves["step_s"][1][-100:])), info.total_steps - last["step"]
+    if left > 0 and paces_s:
+        yield "left", format_duration(median(paces_s) * left)
     yield "memory of rank 0", f"{last['memory_bytes'] / GIB:.2f} GiB"
     for name in ("skipped_steps", "spikes", "rewinds", "failed_saves"):
         if last.get(name):

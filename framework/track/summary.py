@@ -325,23 +325,30 @@ def _experts(curves: Curves) -> list[str]:
 
 
 def _speed(run: RunInfo, curves: Curves) -> list[str]:
-    total_s = sum(curves["step_s"])
+    # A line that was lost is filled in without times.
+    known = {
+        name: [each for each in values if each is not None and isfinite(each)]
+        for name, values in curves.columns.items()
+    }
+    step_s, data_wait_s, exposed_s = (known[name] for name in ("step_s", "data_wait_s", "exposed_communication_s"))
+    if not step_s:
+        return []
+    total_s = sum(step_s)
     rows = [
-        ("time", f"{format_duration(total_s)} in {len(curves['step'])} reported steps"),
-        ("step", f"{statistics.median(curves['step_s']):.3g} s median, {max(curves['step_s']):.3g} s longest"),
-        ("throughput", f"{format_count(statistics.median(curves['tokens_per_s']))} tokens/s median"),
+        ("time", f"{format_duration(total_s)} in {len(step_s)} reported steps"),
+        ("step", f"{statistics.median(step_s):.3g} s median, {max(step_s):.3g} s longest"),
+        ("throughput", f"{format_count(statistics.median(known['tokens_per_s']))} tokens/s median"),
     ]
     rates = curves.last["tokens_per_s_per_rank"]
     if len(rates) > 1:
         slowest = rates.index(min(rates))
         rows.append(("slowest rank", f"{slowest} with {format_count(rates[slowest])} tokens/s in the last step"))
-    if curves.last["mfu"] is not None and run.peak_flops:
+    if known["mfu"] and run.peak_flops:
         peak = f"{format_count(run.peak_flops)}FLOP/s per device (dense bf16)"
-        rows.append(("mfu", f"{statistics.median(curves['mfu']):.1%} median of a peak of {peak}"))
-    rows.append(("data wait", f"{sum(curves['data_wait_s']) / total_s if total_s else 0:.2%} of the time"))
-    exposed = sum(curves["exposed_communication_s"]) / total_s if total_s else 0
-    rows.append(("exposed communication", f"{exposed:.2%} of the time"))
-    rows.append(("memory", f"{max(curves['memory_bytes']) / 2**20:.0f} MiB at the peak of rank 0"))
+        rows.append(("mfu", f"{statistics.median(known['mfu']):.1%} median of a peak of {peak}"))
+    rows.append(("data wait", f"{sum(data_wait_s) / total_s if total_s else 0:.2%} of the time"))
+    rows.append(("exposed communication", f"{sum(exposed_s) / total_s if total_s else 0:.2%} of the time"))
+    rows.append(("memory", f"{max(known['memory_bytes']) / 2**20:.0f} MiB at the peak of rank 0"))
     return ["Speed", *_table(rows)]
 
 

@@ -29,7 +29,8 @@ from transformers.utils.logging import set_verbosity_error
 
 from framework.errors import EXIT_DONE, EXIT_FAILED, ModelError, RecipeError
 from framework.model.hub import find_folder
-from framework.model.load import load_config
+from framework.model.initial import find_scales
+from framework.model.load import build_meta, load_config
 from framework.recipe.derive import derive
 from framework.recipe.describe import describe_derived
 from framework.recipe.schema import Precision, Recipe
@@ -48,7 +49,7 @@ from framework.verify.evidence import Evidence, make_batches
 from framework.verify.layout import choose_rank_device, compute_exactly, initial_weights
 from framework.verify.oracle import CPU, Oracle
 from framework.verify.pool import RankFailed
-from framework.verify.prepare import Verification, VerifyOptions, prepare
+from framework.verify.prepare import Verification, VerifyOptions, prepare_stages
 from framework.verify.sides import NARROW, Sides, describe_changes
 
 # Share of all weights: where rounding decides the sign of more updates than this, Lion is hardly verified.
@@ -64,24 +65,33 @@ def verify(recipe: Recipe, options: VerifyOptions) -> int:
     options.check()
     set_verbosity_error()
     compute_exactly(torch.device(options.device))
-    prepared = prepare(recipe, options)
+    for stages, prepared in prepare_stages(recipe, options).items():
+        print(describe(stages, prepared, options.steps), flush=True)
+        try:
+            code = run(prepared)
+        except RankFailed as error:
+            print(f"{error}\n\nA rank failed. {_how_to_report()}", file=sys.stderr)
+            return EXIT_FAILED
+        if code != EXIT_DONE:
+            print(f"MISMATCH: the layout is another training run than one process. {_how_to_report()}")
+            return code
+    print(f"equal: this layout trains as one process does ({time.monotonic() - start_s:.0f} s)")
+    return EXIT_DONE
+
+
+def describe(stages: str, prepared: Verification, steps: int) -> str:
+    """Text on a comparison and on what is left out. stages: their names, "" in a run without any."""
     sides = prepared.sides
-    derived = derive(replace(sides.recipe, train=replace(sides.recipe.train, steps=options.steps)))
-    print(f"model         {sides.config.model_type}, {prepared.num_parameters:,} parameters")
-    print(describe_derived(derived))
-    print(f"compared      {_describe_compared(sides)}")
-    print(describe_changes(prepared.changes, options.steps))
-    print(flush=True)
-    try:
-        code = run(prepared)
-    except RankFailed as error:
-        print(f"{error}\n\nA rank failed. {_how_to_report()}", file=sys.stderr)
-        return EXIT_FAILED
-    if code == EXIT_DONE:
-        print(f"equal: this layout trains as one process does ({time.monotonic() - start_s:.0f} s)")
-    else:
-        print(f"MISMATCH: the layout is another training run than one process. {_how_to_report()}")
-    return code
+    derived = derive(replace(sides.recipe, train=replace(sides.recipe.train, steps=steps)))
+    lines = [
+        *([f"stage         {stages}, from seeded weights"] if stages else []),
+        f"model         {sides.config.model_type}, {prepared.num_parameters:,} parameters",
+        describe_derived(derived),
+        f"compared      {_describe_compared(sides)}",
+        describe_changes(prepared.changes, steps),
+        "",
+    ]
+    return "\n".join(lines)
 
 
 def run(prepared: Verification) -> int:
@@ -251,6 +261,7 @@ def _train(recipe: Recipe, base: Mapping[str, Any], factor: int, steps: int) -> 
     config.update(
         {name: value * factor for name, value in base.items()} | {"vocab_size": VOCABULARY, "use_cache": False}
     )
+    find_scales(build_meta(config), recipe.model.mup_base)  # raises where there is no muP
     schedule = replace(recipe.optim.schedule, name="constant", warmup_steps=0)
     settings: dict[str, Any] = {"optim": replace(recipe.optim, schedule=schedule)}
     settings["batch"] = replace(recipe.batch, sequences_per_step=SEQUENCES, sequences_per_microbatch=SEQUENCES)

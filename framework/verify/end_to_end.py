@@ -33,7 +33,7 @@ from framework.recipe.schema import Checkpoint, Data, Launch, Memory, Parallel, 
 from framework.verify.compare import ErrorRow, exceeds, measure_numbers, measure_tensors, render, worst
 from framework.verify.evidence import NothingToCompare, PluginForms
 from framework.verify.plain import CORRECTION_BIASES
-from framework.verify.prepare import LEAST_EPS, VerifyOptions, prepare
+from framework.verify.prepare import LEAST_EPS, VerifyOptions, prepare_stages
 from framework.verify.reference import TrainingCurve, run_reference
 from framework.verify.sides import Sides, find_forms
 
@@ -54,14 +54,15 @@ def verify_end_to_end(recipe: Recipe, options: VerifyOptions, command: Command) 
     if options.dtype not in (None, "fp64") or options.device != "cpu":
         raise RecipeError("--end-to-end compares on CPUs in fp64: leave --dtype and --device out")
     options.check()
-    prepared = prepare(recipe, options if options.strict else replace(options, dtype="fp64"))
-    rows = compare_runs(prepared.sides, command)
-    print(render(rows, TOLERANCE))
-    if exceeds(rows, TOLERANCE):
-        print(
-            "\nMISMATCH: the run is another one than the reference's. This is a fault of Meshwright: please open an issue"
-        )
-        return EXIT_FAILED
+    options = options if options.strict else replace(options, dtype="fp64")
+    for stages, prepared in prepare_stages(recipe, options).items():
+        rows = compare_runs(prepared.sides, command)
+        print(f"stage {stages}, as a run of its own\n" * bool(stages) + render(rows, TOLERANCE))
+        if exceeds(rows, TOLERANCE):
+            print(
+                "\nMISMATCH: the run is another one than the reference's. This is a fault of Meshwright: please open an issue"
+            )
+            return EXIT_FAILED
     print("\nequal: from text to export, this recipe's run is the reference's")
     return EXIT_DONE
 
@@ -121,6 +122,11 @@ def refuse(recipe: Recipe) -> None:
     """Raise RecipeError for what a reference that does not know the layout cannot repeat."""
     if find_forms(recipe) != PluginForms():
         raise RecipeError("the reference of --end-to-end knows no rule of a plugin: `verify` without it compares them")
+    if recipe.adapter.is_used:
+        raise RecipeError(
+            f"adapter.kind={recipe.adapter.kind}: the reference of --end-to-end trains a stock model whole."
+            " `verify` without it compares adapters"
+        )
     if recipe.data.mode == "stream":
         raise RecipeError("--end-to-end prepares its data: add data.mode=prepared")
     for key, is_blocked in (

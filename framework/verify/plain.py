@@ -89,21 +89,24 @@ def is_trained(name: str, recipe: Recipe) -> bool:
 
 
 def learning_rate(step: int, schedule: LearningRateSchedule, peak: float, steps: int) -> float:
-    """The rate of the step, counted from 0. Warm-up is a line from 0 at step -1 to the peak at step w; decay reaches final_ratio
-    of the peak at step `steps`, which no run of so many steps takes."""
-    w, least = schedule.warmup_steps, schedule.final_ratio * peak
+    """The rate of the step, counted from 0. Behind `start_step`, warm-up is a line from 0 at step -1 to the peak at step w; decay
+    reaches final_ratio of the peak at step `stop_step` (None: `steps`, which no run of so many steps takes)."""
+    stop = steps if schedule.stop_step is None else schedule.stop_step
+    step, steps = max(0, step - schedule.start_step), max(0, stop - schedule.start_step)
+    w, least, shape = schedule.warmup_steps, schedule.final_ratio * peak, str(schedule.name)
+    begin = w
     if step < w:
         return (step + 1) * peak / (w + 1)
-    begin = w
     if schedule.name == "wsd":
         length = math.ceil(steps / 10) if schedule.decay_steps is None else schedule.decay_steps
-        begin = max(w, steps - length)
-    if step < begin or schedule.name == "constant":
+        shape, begin = schedule.decay_shape, max(w, steps - length)
+    if step < begin or shape == "constant":
         return peak
     passed = (step - begin) / (steps - begin) if step < steps else 1.0
-    if schedule.name == "cosine":
-        return least + (peak - least) * math.cos(math.pi * passed / 2) ** 2
-    return least + (peak - least) * (1 - passed)
+    if shape == "exponential":  # a line of log(rate)
+        return peak * schedule.final_ratio**passed
+    left = {"linear": 1 - passed, "cosine": math.cos(math.pi * passed / 2) ** 2, "sqrt": 1 - passed**0.5}[shape]
+    return least + (peak - least) * left
 
 
 def score_answers(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -306,14 +309,8 @@ def _find_bias(model: nn.Module, path: str) -> str:
     """The correction bias beside the experts at `path`, of one number for each; "" without."""
     block, count = f"{path.rpartition('.')[0]}.", _count_experts(model.get_submodule(path))
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return next(
-        (
-            name
-            for name, each in named.items()
-            if name.startswith(block) and name.rpartition(".")[2] in CORRECTION_BIASES and each.numel() == count
-        ),
-        "",
-    )
+    beside = [name for name, each in named.items() if name.startswith(block) and each.numel() == count]
+    return next((name for name in beside if name.rpartition(".")[2] in CORRECTION_BIASES), "")
 
 
 IMPLEMENTATION = "meshwright_oracle"
@@ -323,7 +320,7 @@ QUERIES = ("q_proj", "c_attn", "qkv_proj", "query_key_value", "q_b_proj", "query
 
 def widen(model: PreTrainedModel, base: PreTrainedModel) -> dict[str, tuple[float, float]]:
     """Factors of initial values and of learning rates under muP, by the name of a parameter. base: the narrower model."""
-    factors, narrow = {}, dict(base.named_parameters())
+    factors, narrow = {}, dict(base.named_parameters(remove_duplicate=False))
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(path, recurse=False):
             if parameter.ndim < 2 or isinstance(module, nn.Embedding):

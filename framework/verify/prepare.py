@@ -23,6 +23,7 @@ from framework.data.loader import find_sequence_problems
 from framework.errors import RecipeError, TopologyError
 from framework.mesh.topology import count_passing
 from framework.model.experts import count_all_experts
+from framework.model.initial import find_scales
 from framework.model.load import build_meta, layer_configs, load_config, load_config_file
 from framework.model.precision import DTYPES, compute_dtype
 from framework.model.shrink import MIN_LAYERS, shrink
@@ -32,7 +33,9 @@ from framework.plan.policies import keep_chunked_loss
 from framework.recipe.derive import Derived, context_degrees, count_expert_slices, count_virtual_stages, derive
 from framework.recipe.problem import render_problems
 from framework.recipe.schema import Batch, LearningRateSchedule, Model, Optim, Parallel, Recipe, Zero
+from framework.recipe.stages import split_stages
 from framework.verify.sides import (
+    DRAWN,
     PRECISIONS,
     ChangedValue,
     Sides,
@@ -54,6 +57,7 @@ MAX_ACCUMULATION = 3
 LEAST_EPS = 1e-3
 # Below it fp32 weights of 0.1 would hardly move in three steps, whatever the update.
 LEAST_LR = 1e-3
+STARTS_SEEDED = "not read: both sides start from seeded weights"
 
 CPU_ATTENTION = ("auto", "eager", "sdpa")
 CPU_EXPERTS = ("auto", "eager", "batched_mm", "grouped_mm")
@@ -104,8 +108,18 @@ class Verification:
     num_parameters: int
 
 
+def prepare_stages(recipe: Recipe, options: VerifyOptions) -> dict[str, Verification]:
+    """A verification of each stage of the run by its name; one for several, as "a, b", of which no step differs."""
+    found: dict[str, Verification] = {}
+    for stage in split_stages(recipe):
+        own = prepare(stage.recipe, options)
+        names = next((names for names, each in found.items() if each.sides.has_steps_of(own.sides)), "")
+        found[f"{names}, {stage.name}" if names else stage.name] = found.pop(names, own)
+    return found
+
+
 def prepare(recipe: Recipe, options: VerifyOptions) -> Verification:
-    """Prepare a verification. Raises MeshwrightError where the recipe, the model or the machine has to be changed first."""
+    """Prepare a verification of a recipe without stages. MeshwrightError where recipe, model or machine have to change first."""
     prepared = _choose_sides(recipe, options)
     problems = list(find_sequence_problems(prepared.sides.recipe, prepared.sides.config))
     if problems:
@@ -119,11 +133,13 @@ def _choose_sides(recipe: Recipe, options: VerifyOptions) -> Verification:
     original, changes = _load(recipe.model, options.model_config)
     if options.strict:
         model = build_meta(original, recipe.model.attention)
+        find_scales(model, recipe.model.mup_base)
         kept = keep_whole(recipe, original, model, options)
         return Verification(Sides(kept, original, options.steps), changes, _count(model))
     recipe = keep_chunked_loss(recipe, original)
     config = shrink(original, max(MIN_LAYERS, recipe.parallel.pp * count_virtual_stages(recipe.pipeline)))
     model = build_meta(config)
+    find_scales(model, recipe.model.mup_base)  # raises where there is no muP
     names = [name for name, _ in model.named_parameters()]
     experts = math.gcd(*count_all_experts(model).values())
     # Checked on the model as it is: that a small one has fewer heads is no fault of the recipe's.
@@ -161,7 +177,7 @@ def shrink_recipe(
     context = min(recipe.batch.context, max(MAX_CONTEXT, 2 * recipe.parallel.cp), positions)
     batch = Batch(dp * microbatch * accumulation, None, microbatch, context)
     model, why_model = _simplify_model(recipe.model, parameters, options.device, dtype)
-    optim, why_optim = _simplify_optim(recipe.optim, parameters, dtype)
+    optim, why_optim = _simplify_optim(recipe.optim, parameters, dtype, options.steps)
     zero, why_zero = _shrink_shards(recipe, dtype, derived.dp * derived.cp, dp * derived.cp)
     ranks = dp * _inner(recipe)
     # Two nodes by name, on this machine: what leaves a node leaves it here.
@@ -173,6 +189,7 @@ def shrink_recipe(
         train=replace(recipe.train, steps=options.steps),
         batch=batch,
         model=model,
+        adapter=replace(recipe.adapter, dropout=0.0, weights=None),
         parallel=_lower_ulysses(_send_tokens(_lower_ep(recipe.parallel, dp, ep), derived, dtype), heads),
         pipeline=replace(recipe.pipeline, layers=None),
         zero=zero,
@@ -183,9 +200,9 @@ def shrink_recipe(
     )
     reasons = {
         "precision.compute": "--dtype chooses another",
-        "precision.master": "that of --dtype",
-        "precision.reduce": "that of --dtype",
-        "precision.loss_scale": "that of --dtype",
+        "precision": "that of --dtype",
+        "adapter.dropout": "drawn per microbatch",
+        "adapter.weights": STARTS_SEEDED,
         "parallel.dp": "--ranks sets another number",
         "parallel.ep": "what few ranks and the small model's experts take",
         "parallel.expert_hierarchical": "as if nodes were smaller, so that tokens take two hops here, too",
@@ -310,35 +327,38 @@ def _simplify_model(model: Model, parameters: Collection[str], device: str, dtyp
     why = {
         f"model.{name}": f"it does not run on {device} in {dtype}: the model's own choice instead" for name in runs_here
     }
-    why["model.weights"] = "not read: both sides start from seeded weights"
+    why["model.weights"] = STARTS_SEEDED
     freeze = [pattern for pattern in model.freeze if _is_found(pattern, parameters)]
     why["model.freeze"] = "what is missing is found in no parameter of the small model"
     attention, experts = (getattr(model, name) if runs else "auto" for name, runs in runs_here.items())
     return replace(model, weights=None, freeze=freeze, attention=attention, experts=experts), why
 
 
-def _simplify_optim(optim: Optim, parameters: Collection[str], dtype: str) -> tuple[Optim, dict[str, str]]:
+def _simplify_optim(optim: Optim, parameters: Collection[str], dtype: str, steps: int) -> tuple[Optim, dict[str, str]]:
     why = {
         "optim.eps": f"it would divide {dtype}'s rounding noise by itself where a gradient is zero",
         "optim.lr": "so that a wrong update shows after few steps",
-        "optim.schedule.warmup_steps": "few steps see all of the schedule",
-        "optim.schedule.decay_steps": "few steps see all of the schedule",
+        "optim.schedule": "few steps see all of the schedule",
     }
     groups = {name: each for name, each in optim.groups.items() if _is_found(each.pattern, parameters)}
     for name in optim.groups.keys() - groups.keys():
         why[f"optim.groups.{name}"] = "its pattern is found in no parameter of the small model"
     eps = max(optim.eps, LEAST_EPS) if dtype != "fp64" and optim.name in ("adamw", "muon") else optim.eps
-    small = replace(optim, groups=groups, schedule=_compress(optim.schedule), eps=eps, lr=max(optim.lr, LEAST_LR))
+    small = replace(
+        optim, groups=groups, schedule=_compress(optim.schedule, steps), eps=eps, lr=max(optim.lr, LEAST_LR)
+    )
     if optim.name == "muon" and optim.muon.dtype == "bf16":
         small = replace(small, muon=replace(optim.muon, dtype="master"))
         why["optim.muon.dtype"] = "iterations in bf16 turn rounding noise into differences of 2^-9"
     return small, why
 
 
-def _compress(schedule: LearningRateSchedule) -> LearningRateSchedule:
-    """The schedule with at most one step in each phase, so that few steps see all of them."""
+def _compress(schedule: LearningRateSchedule, steps: int) -> LearningRateSchedule:
+    """The schedule with at most one step in each phase and its end within `steps`, so that few steps see all of it."""
+    warmup, start = min(schedule.warmup_steps, 1), min(schedule.start_step, 1)
     decay = None if schedule.decay_steps is None else 1
-    return replace(schedule, warmup_steps=min(schedule.warmup_steps, 1), decay_steps=decay)
+    stop = None if schedule.stop_step is None else min(schedule.stop_step, steps)
+    return replace(schedule, warmup_steps=warmup, decay_steps=decay, start_step=start, stop_step=stop)
 
 
 def _is_found(pattern: str, parameters: Collection[str]) -> bool:
@@ -357,8 +377,7 @@ def keep_whole(recipe: Recipe, config: PretrainedConfig, model: nn.Module, optio
         precision=replace(recipe.precision, compute=word),  # type: ignore[arg-type]
         launch=replace(recipe.launch, kind="local", ranks=derived.world, device=options.device),
     )
-    problems = [str(change) for change in find_dropout(config)]
-    problems += [str(change) for change in _find_absent(recipe, options, word)]
+    problems = [str(change) for change in (*find_dropout(config), *_find_absent(recipe, options, word))]
     problems += find_lots(model, word)
     problems += _find_too_large(recipe, sum(parameter.numel() for parameter in model.parameters()), options)
     if problems:
@@ -374,11 +393,13 @@ def keep_whole(recipe: Recipe, config: PretrainedConfig, model: nn.Module, optio
 
 def _find_absent(recipe: Recipe, options: VerifyOptions, dtype: str) -> list[ChangedValue]:
     """Values of the recipe that a verification cannot run."""
-    model, on_cpu, master = recipe.model, options.device == "cpu", recipe.precision.master
+    model, adapter, on_cpu, master = recipe.model, recipe.adapter, options.device == "cpu", recipe.precision.master
     within, copied, needs_gpu = recipe.zero.shard_within, recipe.zero.secondary_shard, "it needs --device cuda"
     on_one, codes = "all ranks are on this machine: state the degree", recipe.zero.quantize_reduce
     found = (
-        (model.weights is not None, "model.weights", model.weights, None, "both sides start from seeded weights"),
+        (model.weights is not None, "model.weights", model.weights, None, STARTS_SEEDED),
+        (adapter.weights is not None, "adapter.weights", adapter.weights, None, STARTS_SEEDED),
+        (adapter.dropout > 0, "adapter.dropout", adapter.dropout, 0.0, DRAWN),
         (within == "node", "zero.shard_within", within, None, on_one),
         (copied == "node", "zero.secondary_shard", copied, None, on_one),
         (codes != "none", "zero.quantize_reduce", codes, "none", "all ranks are on one node, where nothing travels so"),
@@ -407,8 +428,8 @@ def _find_too_large(recipe: Recipe, num_parameters: int, options: VerifyOptions)
     needed = num_parameters * BYTES_PER_PARAMETER * (derived.world + 1)
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > available:
-        gib = f"{needed / 2**30:.0f} GiB for {derived.world} ranks, of {available / 2**30:.0f} GiB here"
-        problems.append(f"about {gib}")
+        gib, here = (f"{each / 2**30:.0f} GiB" for each in (needed, available))
+        problems.append(f"about {gib} for {derived.world} ranks, of {here} here")
     if derived.world > MAX_STRICT_RANKS:
         problems.append(f"{derived.world} ranks, more than the {MAX_STRICT_RANKS} that one machine runs here")
     return problems
@@ -421,9 +442,8 @@ def _count(model: torch.nn.Module) -> int:
 def _load(model: Model, model_config: Path | None) -> tuple[PretrainedConfig, list[ChangedValue]]:
     """The full-size config. Pretrained weights are never downloaded, and only the config of a local folder is read."""
     if model_config is not None:
-        return load_config_file(model_config), [
-            ChangedValue("model", model.family, str(model_config), "--model-config")
-        ]
+        change = ChangedValue("model", model.family, str(model_config), "--model-config")
+        return load_config_file(model_config), [change]
     if model.weights is None or Path(model.weights).is_dir():
         return load_config(model), []
     return load_config(replace(model, weights=None)), []

@@ -99,6 +99,10 @@ class Sides:
         precision = replace(PRECISIONS[dtype], fp8_scaling=own.fp8_scaling, moments=own.moments)
         return replace(self, recipe=replace(self.recipe, precision=precision, model=model))
 
+    def has_steps_of(self, other: "Sides") -> bool:
+        """Whether no step of the two differs."""
+        return self.config.to_dict() == other.config.to_dict() and not find_changes(self.recipe, other.recipe, {})
+
     def run(self) -> tuple[Evidence, Evidence]:
         """(evidence of the layout, of the oracle), run side by side unless the oracle follows the layout.
 
@@ -161,18 +165,22 @@ class Sides:
 
 # Never run, whatever they say: a verification trains a few steps on random tokens.
 NOT_RUN = (
-    "data.* but data.pack (random tokens instead)",
-    "train.validate_every_steps, train.validation_sequences, train.sample and pipeline.fill_bubbles (nothing is validated)",
-    "checkpoint.*, track.*, launch.*, run.* (nothing is saved, reported or submitted)",
+    "data.* but data.pack, model.tokenizer, model.revision, and the answers of a loss.reference but base (random ones instead)",
+    "train.validate_every_steps, train.validation_sequences, train.sample, pipeline.fill_bubbles and eval.* (nothing is"
+    " validated or scored)",
+    "train.on_spike, train.max_rewinds and train.divergence_check_steps (no step is judged by those before)",
+    "checkpoint.*, track.*, launch.*, cluster.*, run.* (nothing is saved, reported, planned or submitted)",
 )
-# The keys that NOT_RUN names, as a pattern, and train.steps, of which --steps are compared.
+# The keys that NOT_RUN names, as a pattern, and the length of a run, of which --steps are compared.
 NO_PART_OF_A_STEP = (
-    r"data\.(?!pack$).*|(checkpoint|track|launch|run)\..*|train\.(steps|valid.*|sample)|pipeline\.fill_bubbles"
+    r"data\.(?!pack$).*|(eval|checkpoint|track|launch|cluster|run)\..*|model\.(tokenizer|revision)|pipeline\.fill_bubbles"
+    r"|train\.(steps|epochs|valid.*|sample|on_spike|max_rewinds|divergence_check_steps)"
 )
 # Keys of a Hugging Face config that are no property of the model, or that `precision` decides.
 NO_PART_OF_A_MODEL = ("dtype", "transformers_version", "architectures", "_name_or_path", "id2label", "label2id")
 # Reported with a reason, so that a dropout that is off does not hide among thirty sizes.
 DROPOUT = r".*(dropout|pdrop|layerdrop|jitter_noise).*"
+DRAWN = "drawn per microbatch, which the oracle cannot repeat"
 # Dtypes for which no fixed tolerance fits all models, the least precise first.
 NARROW = ("fp8", "bf16", "fp16")
 WIDTH = 118
@@ -224,9 +232,8 @@ def _compare(original: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[Ch
 
 def find_dropout(config: PretrainedConfig) -> list[ChangedValue]:
     """Dropout and noise that are switched on: the oracle cannot repeat the layout's random numbers."""
-    reason = "drawn per microbatch, which the oracle cannot repeat"
     return [
-        ChangedValue(f"model.config.{key}", value, 0.0, reason)
+        ChangedValue(f"model.config.{key}", value, 0.0, DRAWN)
         for key, value in flatten(plain(config.to_dict())).items()
         if _is_dropout(key) and isinstance(value, float) and value > 0
     ]

@@ -69,9 +69,12 @@ def test_another_run_is_seen(fault: Sequence[str], sees: set[str], tmp_path: Pat
     assert sees <= {row.quantity for row in rows if row.error > TOLERANCE}
 
 
-def test_blocks_of_moments_in_int8_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="does not know"):
-        run(tmp_path, ("llama", "precision.moments=int8"))
+@pytest.mark.parametrize(
+    ("word", "why"), [("precision.moments=int8", "does not know"), ("adapter=lora", "trains a stock model whole")]
+)
+def test_what_the_reference_does_not_know_is_refused(word: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=why):
+        run(tmp_path, ("llama", word))
 
 
 @pytest.mark.grid

@@ -23,8 +23,8 @@ from framework.verify.layout import choose_rank_device
 from framework.verify.plain_optimizers import Noise, PlainLion, measure_noise
 from framework.verify.pool import RankFailed
 from framework.verify.pool import RankPool as AnyRankPool
-from framework.verify.prepare import MAX_CONTEXT, VerifyOptions, shrink_recipe
-from framework.verify.sides import NO_PART_OF_A_STEP, Sides, find_changes, find_config_changes
+from framework.verify.prepare import MAX_CONTEXT, VerifyOptions, prepare, shrink_recipe
+from framework.verify.sides import NO_PART_OF_A_STEP, NOT_RUN, Sides, find_changes, find_config_changes
 from tests.families import build_config, family
 from tests.ranks.pool import RankPool
 
@@ -139,6 +139,25 @@ def test_patterns_without_a_small_parameter_are_left_out_and_named() -> None:
     assert small.optim.groups == {}
     assert "layers.77" in notes
     assert "layers.70" in notes
+
+
+ADAPTER = ("adapter=lora", "adapter.dropout=0.1", "adapter.weights=somewhere")
+
+
+def test_what_an_adapter_draws_or_reads_is_left_out_and_told() -> None:
+    small, told = shrunk(recipe_of(*ADAPTER))
+    assert (small.adapter.kind, small.adapter.dropout, small.adapter.weights) == ("lora", 0.0, None)
+    assert "adapter.dropout 0.1 -> 0.0: drawn per microbatch" in told
+    assert "adapter.weights somewhere -> nothing: not read" in told
+
+
+def test_few_steps_see_all_of_a_schedule() -> None:
+    states = ("warmup_steps=200", "start_step=100", "stop_step=900", "decay_steps=90", "decay_shape=sqrt")
+    small, told = shrunk(recipe_of("optim/schedule=wsd", *(f"++optim.schedule.{each}" for each in states)))
+    schedule = small.optim.schedule
+    assert (schedule.start_step, schedule.warmup_steps, schedule.decay_steps, schedule.stop_step) == (1, 1, 1, 3)
+    assert schedule.decay_shape == "sqrt"
+    assert "optim.schedule.stop_step 900 -> 3: few steps see all of the schedule" in told
 
 
 def test_fp64_needs_no_larger_eps() -> None:
@@ -377,11 +396,45 @@ def test_every_changed_key_is_told() -> None:
 def test_every_key_is_compared_or_named_as_no_part_of_a_step() -> None:
     """A key that the schema gets tomorrow is compared unless somebody says here that no step reads it."""
     ignored = {key.path for key in list_keys() if re.fullmatch(NO_PART_OF_A_STEP, key.path)}
-    groups = {path.partition(".")[0] for path in ignored} - {"train", "pipeline"}
-    assert groups == {"data", "checkpoint", "track", "launch", "run"}
-    assert {path for path in ignored if path.startswith(("train", "pipeline"))} == {
-        "train.steps", "train.sample", "train.validate_every_steps", "train.validation_sequences", "pipeline.fill_bubbles",
+    compared = {key.path for key in list_keys()} - ignored
+    mixed = {"train", "model", "pipeline", "data"}
+    assert {path.partition(".")[0] for path in ignored} - mixed == {
+        "eval", "checkpoint", "track", "launch", "cluster", "run",
     }  # fmt: skip
+    assert {path.partition(".")[0] for path in compared} - mixed == {
+        "batch", "adapter", "loss", "parallel", "zero", "memory", "precision", "optim", "plugins",
+    }  # fmt: skip
+    of_train = {path.split(".")[1] for path in compared if path.startswith("train.")}
+    assert of_train == {"seed", "z_loss", "router_z_loss", "ema", "stages"}
+    assert {path for path in ignored if path.startswith(("model.", "pipeline."))} == {
+        "model.tokenizer", "model.revision", "pipeline.fill_bubbles",
+    }  # fmt: skip
+    told = set(re.findall(r"\w+\.[\w*]+", "; ".join(NOT_RUN)))
+    untold = {path for path in ignored if not told & {path, f"{path.partition('.')[0]}.*"}}
+    assert untold == {"train.steps", "train.epochs"}, "named as all but N steps"
+
+
+STAGES = (
+    "train.stages={a:{until_step:100,optim:{clip_norm:0.001,betas:[0.5,0.5]},batch:{context:64}},"
+    "b:{until_step:200,batch:{context:128}},c:{optim:{lr:1.0}}}"
+)
+
+
+def test_each_stage_of_which_a_step_differs_is_verified(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+    monkeypatch.setattr(command, "run", lambda prepared: ran.append(prepared.sides.recipe) or EXIT_DONE)
+    assert command.verify(recipe_of("launch.ranks=1", STAGES), VerifyOptions()) == EXIT_DONE
+    assert [(each.optim.clip_norm, each.optim.lr) for each in ran] == [(0.001, ran[0].optim.lr), (0.001, 1.0)]
+    told = capsys.readouterr().out
+    assert "stage         a, b, from seeded weights" in told
+    assert told.count("equal") == 1
+
+
+def test_a_stage_that_differs_from_one_process_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "run", lambda prepared: int(prepared.sides.recipe.optim.lr == 1.0))
+    assert command.verify(recipe_of("launch.ranks=1", STAGES), VerifyOptions()) == EXIT_FAILED
 
 
 def test_dropout_that_is_off_is_told() -> None:
@@ -436,7 +489,7 @@ TINY = (
 
 def test_strict_verifies_the_recipe_in_its_own_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = recipe_of(*TINY, "launch.ranks=2", "precision=fp64", "optim.lr=1e-4")
-    plan = command.prepare(recipe, VerifyOptions(strict=True))
+    plan = prepare(recipe, VerifyOptions(strict=True))
     kept = replace(plan.sides.recipe, launch=recipe.launch)
     assert (kept, plan.changes) == (recipe, [])
     assert command.verify(recipe, VerifyOptions(strict=True, steps=1)) == EXIT_DONE
@@ -453,14 +506,19 @@ def test_strict_refuses_with_everything_that_it_would_leave_out() -> None:
         command.verify(recipe, VerifyOptions(strict=True, dtype="fp64", ranks=2))
 
 
+def test_strict_refuses_what_an_adapter_draws_or_reads() -> None:
+    with pytest.raises(RecipeError, match=r"(?s)adapter.weights somewhere.*adapter.dropout 0.1 -> 0.0"):
+        prepare(recipe_of(*TINY, *ADAPTER), VerifyOptions(strict=True))
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_routers_that_draw_lots_among_equal_scores_are_refused_where_scores_are_equal(dtype: str) -> None:
     """phimoe's do, and have a gradient only there: with tp=2 in bf16 a router's was 2.4 times the largest of one process."""
     recipe = recipe_of("~model", "data.bpe_vocab=512", "model.family=phimoe", f"precision={dtype}")
     for options in (VerifyOptions(strict=True), VerifyOptions(dtype=dtype)):
         with pytest.raises(RecipeError, match=rf"precision.compute={dtype}: PhimoeTopKRouter draws lots .* in fp32"):
-            command.prepare(recipe, options)
-    command.prepare(recipe, VerifyOptions(dtype="fp32"))
+            prepare(recipe, options)
+    prepare(recipe, VerifyOptions(dtype="fp32"))
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,12 @@ class TestCheck:
 
         (auto,) = say()
         assert "never (memory.compile=auto): it does not pay on CPUs" in auto
+        for overrides, reason in (
+            (("adapter=lora", "parallel.tp=2", "launch.ranks=2"), "adapters lie beside weights that ranks divide"),
+            (("adapter=lora", "adapter.dropout=0.1"), "adapter.dropout"),
+        ):
+            (auto,) = say("launch.device=cuda", *overrides)
+            assert reason in auto.removeprefix(f"{'compile':13} never (memory.compile=auto): ")
         assert say("memory.compile=never") == []
         (always,) = say("memory.compile=always")
         assert "each layer's forward" in always

@@ -6,16 +6,21 @@ from unittest.mock import patch
 import pytest
 from torch import nn
 
-from framework.errors import EXIT_DONE, EXIT_FAILED, ModelError
+from framework import cli
+from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, ModelError
 from framework.model.initial import SAME, WidthScale, find_scales
 from framework.model.load import build_meta
 from framework.recipe.compose import compose
 from framework.verify import command, oracle
+from framework.verify.prepare import VerifyOptions
 from tests.families import build_config, family
 
 BASE = {"hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 12, "num_attention_heads": 2}
 WIDE = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 24, "num_attention_heads": 4}
 HEADS = {"num_key_value_heads": 1, "head_dim": 8, "num_hidden_layers": 2, "tie_word_embeddings": False}
+
+
+SMALL = "{hidden_size: 64, intermediate_size: 176, num_attention_heads: 2, num_key_value_heads: 1}"
 
 
 def test_factors_follow_inputs_and_outputs() -> None:
@@ -48,10 +53,26 @@ def test_what_has_two_scales_is_refused() -> None:
         find_scales(longer, {**BASE, "head_dim": 8})
 
 
+def test_a_tied_model_is_refused_before_it_is_compared(tmp_path: Path) -> None:
+    tied = compose(["experiment=quickstart", "launch.ranks=1", f"model.mup_base={SMALL}"]).require()
+    for options in (VerifyOptions(), VerifyOptions(strict=True)):
+        with pytest.raises(ModelError, match="tie_word_embeddings=false"):
+            command.verify(tied, options)
+    with pytest.raises(ModelError, match="tie_word_embeddings=false"):
+        command.check_coordinates(tied, tmp_path / "none.png", steps=1, num_widths=2)
+
+
+@pytest.mark.parametrize(("few", "least"), [("--widths=1", 2), ("--steps=0", 1)])
+def test_widths_and_steps_that_show_no_growth_are_refused(
+    few: str, least: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["verify", "experiment=quickstart", "--coordinates=none.png", few]) == EXIT_USER
+    assert f"at least {least}" in capsys.readouterr().err
+
+
 def check_coordinates(picture: Path, deviation: float) -> int:
-    base = "{hidden_size: 64, intermediate_size: 176, num_attention_heads: 2, num_key_value_heads: 1}"
     changes = ["model.config.tie_word_embeddings=false", f"model.config.initializer_range={deviation}"]
-    recipe = compose(["experiment=quickstart", f"model.mup_base={base}", *changes]).require()
+    recipe = compose(["experiment=quickstart", f"model.mup_base={SMALL}", *changes]).require()
     return command.check_coordinates(recipe, picture, steps=3, num_widths=3)
 
 

@@ -80,6 +80,21 @@ def test_a_run_without_a_whole_checkpoint_is_left_alone(make_run, capsys):
     assert "left alone" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("broken", [b"surprise: 1\n", b"train: [\n", b"\xff\xfe"], ids=["key", "torn", "bytes"])
+def test_beside_a_recipe_that_cannot_be_read_nothing_is_removed_and_others_go_on(make_run, tmp_path, broken, capsys):
+    first, unreadable = make_run("a", (1, 2)), make_run("b", (1, 2))
+    unreadable.recipe.write_bytes(broken)
+    save_recipe(load_recipe(first.recipe), RunDirectory.create(tmp_path / "elsewhere", "c", "demo").recipe)
+    elsewhere = RunDirectory.open(tmp_path / "elsewhere" / "c")
+    for step in (1, 2):
+        save(elsewhere.checkpoints, step)
+    assert main(["prune", "a", "b", str(elsewhere.path), "--yes"]) == EXIT_DONE
+    assert (steps_of(first), steps_of(unreadable), steps_of(elsewhere)) == ([1, 2], [1, 2], [2])
+    said = capsys.readouterr().out
+    assert said.count("left alone") == 2
+    assert "b/recipe.yaml" in said
+
+
 def test_no_runs_are_a_mistake(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["prune"]) == EXIT_USER

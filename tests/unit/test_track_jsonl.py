@@ -157,6 +157,20 @@ def test_a_resume_says_which_lines_are_missing_and_fills_what_the_checkpoint_kno
         assert records[step].keys() - {"filled"} == records[9].keys()
 
 
+def test_tokens_of_a_lost_line_follow_its_neighbours(tmp_path):
+    """Whose batches need not be those with which the run goes on."""
+    jsonl = Jsonl(tmp_path)
+    jsonl.open(RUN)
+    for step, tokens in ((1, 100), (2, 200), (5, 500), (6, 1500)):
+        jsonl.report(replace(report(step), tokens=tokens))
+    jsonl.close(0)
+    jsonl = Jsonl(tmp_path, known=known(1, 8))
+    jsonl.open(replace(RUN, start_step=7, tokens_per_step=1000))
+    jsonl.close(0)
+    found = {record["step"]: record["tokens"] for record in read_records(tmp_path / METRICS_FILE)}
+    assert found == {1: 100, 2: 200, 3: 300, 4: 400, 5: 500, 6: 1500, 7: 2500}
+
+
 def test_a_line_whose_key_is_damaged_is_filled_as_one_that_is_missing(tmp_path, capsys):
     write(tmp_path, range(1, 9))
     path = tmp_path / METRICS_FILE

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from framework.track.jsonl import LOADS_FILE, METRICS_FILE, Jsonl, loads_of, read_records
+from framework.track.page import make_page
 from framework.track.report import RunInfo, StepReport, save_run_info
 from framework.track.summary import add_loads, write_report
 from tests.grid import IN_TURN
@@ -85,6 +86,28 @@ def test_a_run_without_a_step_gets_its_page_only(tmp_path):
     write_run(tmp_path, [])
     assert [path.name for path in write_report(tmp_path)] == ["report.txt"]
     assert "no step was reported" in (tmp_path / "report.txt").read_text()
+
+
+@pytest.mark.parametrize("lost", [(2,), (3,), (1, 2, 3)], ids=str)
+@pytest.mark.parametrize("mfu", [None, 0.4])
+def test_lines_that_were_lost_and_filled_in_leave_the_report_whole(tmp_path, lost, mfu):
+    write_run(tmp_path, [report(step, mfu=mfu) for step in (1, 2, 3) if step not in lost])
+    resumed = Jsonl(tmp_path, known=[[step, 2.0, 0.5] for step in (1, 2, 3)])
+    resumed.open(replace(RUN, start_step=3))
+    resumed.close(0)
+    assert [record["step"] for record in read_records(tmp_path / METRICS_FILE)] == [1, 2, 3]
+    assert {path.name for path in write_report(tmp_path)} == {"report.txt", "report.png"}
+    page = (tmp_path / "report.txt").read_text()
+    assert "3 of 400, 1.54k tokens" in page
+    assert ("00:01 in 2 reported steps" in page) == (len(lost) == 1)
+    assert ("40.0% median of a peak" in page) == (mfu is not None and len(lost) == 1)
+    assert "nan" not in page
+
+
+def test_the_page_estimates_the_time_left_from_steps_whose_time_is_known(tmp_path):
+    curves = {"step_s": ([1.0, 2.0, 3.0, 4.0], [5.0, math.nan, 1.0, 3.0])}
+    last = {"step": 4.0, "tokens": 2048.0, "tokens_per_s": 170.0, "memory_bytes": 2.0**30}
+    assert dict(make_page(RUN, curves, last, tmp_path).facts)["left"] == "19:48"
 
 
 LOADS = {"layers.1": (30, 10, 20, 20), "layers.3": (20, 20, 20, 20)}
