@@ -56,6 +56,7 @@ def list_stream(place: StorePlace) -> tuple[SourceFile, ...]:
     if listed is None:
         found = list_dataset(place.name, place.source)
         listed = {"files": [[each.url, each.kind, each.num_bytes] for each in found]}
+        place.folder.mkdir(exist_ok=True)  # the tokenizer that is trained on them comes before the store
         write_json(path, listed)
     return tuple(SourceFile.of_url(*each) for each in listed["files"])
 

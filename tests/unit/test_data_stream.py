@@ -19,6 +19,7 @@ import pytest
 
 from framework.commands.inspect import find_damage
 from framework.data import beside, growing, loader, records
+from framework.data import source as source_module
 from framework.data.beside import tokenize_rest, tokenizing
 from framework.data.loader import Loader, validation_batches
 from framework.data.order import SampleOrder
@@ -304,6 +305,10 @@ def test_a_data_set_of_the_hub_is_listed_once_and_fetched_file_by_file(
     urls = [f"file://{path}" for path in sorted(away.iterdir())]
     config = SimpleNamespace(data_files={"train": urls})
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda *words: SimpleNamespace(config=config))
+    monkeypatch.setattr(source_module, "download_dataset", None)
+    own = make_recipe(tmp_path / "own", "owner/name", mode="stream")  # whose tokenizer is trained on some of the files
+    (source,) = begin(own).sources
+    assert len(json.loads((source.folder / "hub.json").read_text())["files"]) == len(urls)
     local = make_recipe(tmp_path / "tokens", write_jsonl(tmp_path / "t.jsonl", texts))
     tokenizer = str(prepare(local, 1, progress=False).tokenizer)
     recipe = replace(
