@@ -186,7 +186,7 @@ def _open_columns(counts: Sequence[int], get_batch: Callable[[int], Any], field:
         found: np.ndarray = np.empty(0, np.int32) if values is None else values.to_numpy(zero_copy_only=True)
         return found
 
-    if counts:
+    if firsts[-1]:
         read(0)  # whether there is such a column
     return IdFile(int(firsts[-1]), read)
 
