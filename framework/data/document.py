@@ -312,7 +312,7 @@ def encode_answers(record: Record, field: str, form: Form, chat: Chat) -> list[D
 
 def add_probes(documents: Iterable[Any]) -> Iterator[Any]:
     """Add to each document its prompt with the answer of the one before. The first comes last, and has the last's. Whatever is no
-    document passes."""
+    document passes; a single document, to whose prompt there is no other answer, is left out."""
     first = last = None
     for each in documents:
         if not isinstance(each, Document):
@@ -321,7 +321,7 @@ def add_probes(documents: Iterable[Any]) -> Iterator[Any]:
         if last is not None:
             yield from (each, _make_probe(each, last))
         first, last = first or each, each
-    if first is not None and last is not None:
+    if first is not None and last is not None and first is not last:
         yield from (first, _make_probe(first, last))
 
 
