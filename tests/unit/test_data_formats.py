@@ -130,6 +130,18 @@ def test_a_file_without_rows_has_no_documents(tmp_path: Path, kind: str) -> None
     assert (none.num_documents, some.num_documents) == (0, 3)
 
 
+@pytest.mark.parametrize("name", ["megatron", "datatrove", "mds"])
+def test_a_file_of_no_documents_has_none(tmp_path: Path, name: str) -> None:
+    kind, write = WRITERS[name]
+    if name == "datatrove":
+        path = tmp_path / "none.ds"
+        for each in (path, path.with_name("none.ds.index")):
+            each.write_bytes(b"")
+    else:
+        path = write(tmp_path / "none", [])
+    assert open_ids([file_of(path, kind)], "tokens", VOCAB)[0].num_documents == 0
+
+
 def file_of(path: Path, kind: str) -> SourceFile:
     return SourceFile(path.name, path, kind, 0, 0)  # type: ignore[arg-type]
 
