@@ -61,6 +61,11 @@ def list_stream(place: StorePlace) -> tuple[SourceFile, ...]:
     return tuple(SourceFile.of_url(*each) for each in listed["files"])
 
 
+def list_read(recipe: Recipe, place: StorePlace) -> tuple[SourceFile, ...]:
+    """The files of a source as `data.mode` has them read: of a stream of the hub, to be fetched one by one."""
+    return list_stream(place) if recipe.data.mode == "stream" else list_all(place)
+
+
 def make_head(
     recipe: Recipe, place: StorePlace, folder: Path, tokenizer: TokenizerInfo, workers: int, progress: bool
 ) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from framework.data.beside import list_stream, make_head
+from framework.data.beside import list_read, make_head
 from framework.data.jobs import import_store, initial_threshold, list_all, make_jobs, make_meta, read_reports, run_jobs
 from framework.data.join import JoinPlan, count_needed_bytes, hold_lock, is_tokenized, join_store
 from framework.data.order import Rows, count_overlong, refuse_no_rows
@@ -297,8 +297,7 @@ def _load_or_train(recipe: Recipe, places: DataPlaces, progress: bool) -> Any:
 
 def _sample_texts(recipe: Recipe, stores: Sequence[StorePlace], progress: bool) -> Iterator[str]:
     """The texts of every n-th shard of all sources, without held-out documents."""
-    list_files_of = list_stream if recipe.data.mode == "stream" else list_all
-    shards = [(place, spans) for place in stores for spans in plan_shards(list_files_of(place), progress)]
+    shards = [(place, spans) for place in stores for spans in plan_shards(list_read(recipe, place), progress)]
     num_bytes = sum(span.num_bytes for _, spans in shards for span in spans)
     chosen = shards[:: num_bytes // recipe.data.bpe_text_bytes + 1]
     for place, spans in tqdm(chosen, desc="read text", unit=" shards", delay=BAR_DELAY_S, disable=not progress):
