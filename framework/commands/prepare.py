@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,8 @@ from framework.output import paint
 from framework.recipe.schema import Recipe
 
 if TYPE_CHECKING:
-    from framework.data.prepared import Prepared
+    from framework.data.prepared import Prepared, StorePlace
+    from framework.data.records import FileSpan, Record
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -66,10 +68,10 @@ def describe(prepared: "Prepared") -> str:
 
 def show_record(recipe: Recipe, prepared: "Prepared", number: int) -> None:
     """Print record `number`, from 1, of each source of conversations, as it is trained. DataError if there is none."""
-    from framework.data.document import beside_of, encode_answers, encode_conversation, load_chat
+    from framework.data.beside import list_read
+    from framework.data.document import encode_answers, encode_conversation, load_chat
     from framework.data.prepared import locate
-    from framework.data.records import plan_shards, read_records
-    from framework.data.source import get_files
+    from framework.data.records import plan_shards
 
     sources = {place.name: place for place in locate(recipe).stores if place.source.conversation is not None}
     if not sources:
@@ -79,12 +81,10 @@ def show_record(recipe: Recipe, prepared: "Prepared", number: int) -> None:
     for name, place in sources.items():
         if place.files is None:
             raise DataError(f"--show {number}: the files of data.sources.{name} are gone")
-        files = get_files(name, place.source, place.files, place.folder.parent)
         field = place.source.conversation
         assert field is not None, "the sources of conversations are shown"
-        spans, beside = (span for shard in plan_shards(files) for span in shard), beside_of(field, place.form)
-        records = ((span, each) for span in spans for each in read_records(span, field, beside))
-        found = next(islice(records, number - 1, None), None)
+        spans = [span for shard in plan_shards(list_read(recipe, place)) for span in shard]
+        found = next(islice(read_rows(spans, field, place), number - 1, None), None)
         if found is None:
             raise DataError(f"--show {number}: data.sources.{name} has fewer records on this machine")
         span, record = found
@@ -100,3 +100,14 @@ def show_record(recipe: Recipe, prepared: "Prepared", number: int) -> None:
             print(f"{which}{trained.sum():,} of {len(each.ids):,} tokens are trained\n")
             paint(chat.read_runs(each.ids, trained))
             print("\n")
+
+
+def read_rows(spans: "Iterable[FileSpan]", field: str, place: "StorePlace") -> "Iterator[tuple[FileSpan, Record]]":
+    """The records of conversations, each with its span."""
+    from framework.data.document import beside_of
+    from framework.data.records import read_records
+    from framework.data.shard import fetched
+
+    for whole in spans:
+        with fetched(whole, place.folder) as span:
+            yield from ((span, each) for each in read_records(span, field, beside_of(field, place.form)))

@@ -56,8 +56,14 @@ def list_stream(place: StorePlace) -> tuple[SourceFile, ...]:
     if listed is None:
         found = list_dataset(place.name, place.source)
         listed = {"files": [[each.url, each.kind, each.num_bytes] for each in found]}
+        place.folder.mkdir(exist_ok=True)  # the tokenizer that is trained on them comes before the store
         write_json(path, listed)
     return tuple(SourceFile.of_url(*each) for each in listed["files"])
+
+
+def list_read(recipe: Recipe, place: StorePlace) -> tuple[SourceFile, ...]:
+    """The files of a source as `data.mode` has them read: of a stream of the hub, to be fetched one by one."""
+    return list_stream(place) if recipe.data.mode == "stream" else list_all(place)
 
 
 def make_head(

@@ -59,10 +59,23 @@ class Conversation:
 
     def __post_init__(self) -> None:
         of_assistant = [index for index, each in enumerate(self.messages) if each["role"] == "assistant"]
-        trained = [index for index in of_assistant if float(self.messages[index].pop("weight", 1)) != 0]
+        trained = [index for index in of_assistant if _take_weight(index, self.messages[index]) != 0]
         if not trained:
             raise DataError("no turn of an assistant that is trained: with its roles, nothing of it is learnt")
+        try:
+            json.dumps([self.messages, self.tools, self.options], ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError as error:
+            raise DataError("its text is not Unicode: half of a surrogate pair, or bytes that are not UTF-8") from error
         object.__setattr__(self, "trained", trained)
+
+
+def _take_weight(index: int, message: Message) -> float:
+    """The weight of a message, taken out of it. DataError if that is no number."""
+    weight = message.pop("weight", 1)
+    try:
+        return float(weight)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DataError(f"message {index + 1} has a weight that is no number ({error})") from error
 
 
 NO_CONVERSATION = Conversation([{"role": "user", "content": "."}, {"role": "assistant", "content": PROBE}])

@@ -142,6 +142,8 @@ def read_conversation(record: Mapping[str, Any], name: str) -> Conversation:
     tools, options = _parse(record.get("tools")), _parse(record.get("chat_template_kwargs"))
     if tools and not isinstance(tools, list):
         raise DataError(f"field `tools` is not a list but {type(tools).__name__}")
+    if options and not isinstance(options, Mapping):
+        raise DataError(f"field `chat_template_kwargs` is not an object but {type(options).__name__}")
     return Conversation(messages, _drop_none(tools) or None, _drop_none(options) or {})
 
 
@@ -167,12 +169,26 @@ def _read_answered(record: Mapping[str, Any], name: str, prompt: str) -> Iterato
     answer = next((each for each in texts if record[each].strip()), None)
     if answer is None:
         raise DataError(f"field `{name}` is a string, and beside it there is no answer ({', '.join(ANSWERS[:4])})")
-    for asked, answered in record.get("history") or ():
-        yield {"role": "user", "content": str(asked)}
-        yield {"role": "assistant", "content": str(answered)}
-    more = record.get("input")
+    yield from _read_history(_parse(record.get("history")) or [])
+    more = record.get("input") or ""
+    if not isinstance(more, str):
+        raise DataError(f"field `input` is not a text but {type(more).__name__}")
     yield {"role": "user", "content": f"{prompt}\n\n{more}" if more and name != "input" else prompt}
     yield {"role": "assistant", "content": record[answer]}
+
+
+def _read_history(turns: Any) -> Iterator[Message]:
+    """The turns before an instruction: messages, or pairs of a question and its answer."""
+    if not isinstance(turns, list):
+        raise DataError(f"field `history` is not a list but {type(turns).__name__}")
+    for index, turn in enumerate(turns):
+        if isinstance(turn, Mapping):
+            yield read_message(index, turn)
+        elif isinstance(turn, list | tuple) and len(turn) == 2 and all(isinstance(each, str) for each in turn):
+            yield {"role": "user", "content": turn[0]}
+            yield {"role": "assistant", "content": turn[1]}
+        else:
+            raise DataError(f"field `history`: its element {index + 1} is neither a message nor a pair of texts")
 
 
 def read_message(index: int, value: Any) -> Message:
@@ -183,17 +199,23 @@ def read_message(index: int, value: Any) -> Message:
     role = value.get("role", value.get("from"))
     if role is None:
         raise DataError(f"{where} has no role (it has: {', '.join(map(str, value)) or 'nothing'})")
+    if not isinstance(role, str):
+        raise DataError(f"{where} has a role that is no text but {type(role).__name__}")
     is_call = role == "function_call"
     role = ROLE_OF.get(role, role)
     if role not in ROLES:
         raise DataError(f"{where} has the role {role!r}, and known are {', '.join((*ROLES, *ROLE_OF))}")
     message = {key: each for key, each in value.items() if key not in ("from", "value") and each is not None}
     message |= {"role": role, "content": _read_content(where, value.get("content", value.get("value")), message)}
-    if thought := next((message[key] for key in THOUGHTS if isinstance(message.get(key), str)), None):
+    if wrong := next((key for key in THOUGHTS if not isinstance(message.get(key, ""), str)), None):
+        raise DataError(f"{where} has a `{wrong}` that is no text but {type(message[wrong]).__name__}")
+    if thought := next((message[key] for key in THOUGHTS if message.get(key)), None):
         message |= dict.fromkeys(THOUGHTS[:2], thought)
     if is_call:
         message |= {"content": "", "tool_calls": [{"type": "function", "function": _parse(message["content"])}]}
-    if calls := message.get("tool_calls"):
+    if calls := _parse(message.get("tool_calls")):
+        if not isinstance(calls, list):
+            raise DataError(f"{where} has `tool_calls` that are no list but {type(calls).__name__}")
         message["tool_calls"] = [_read_call(where, _drop_none(each)) for each in calls]
     else:
         message.pop("tool_calls", None)
@@ -202,9 +224,9 @@ def read_message(index: int, value: Any) -> Message:
 
 def _read_content(where: str, content: Any, message: Message) -> str:
     if isinstance(content, list) and all(
-        isinstance(each, Mapping) and each.get("text") is not None for each in content
+        isinstance(each, Mapping) and isinstance(each.get("text"), str) for each in content
     ):
-        return "".join(str(each["text"]) for each in content)
+        return "".join(each["text"] for each in content)
     if content is None and (message.get("tool_calls") or message.get("reasoning_content")):
         return ""
     if not isinstance(content, str):
@@ -290,7 +312,7 @@ def encode_answers(record: Record, field: str, form: Form, chat: Chat) -> list[D
 
 def add_probes(documents: Iterable[Any]) -> Iterator[Any]:
     """Add to each document its prompt with the answer of the one before. The first comes last, and has the last's. Whatever is no
-    document passes."""
+    document passes; a single document, to whose prompt there is no other answer, is left out."""
     first = last = None
     for each in documents:
         if not isinstance(each, Document):
@@ -299,7 +321,7 @@ def add_probes(documents: Iterable[Any]) -> Iterator[Any]:
         if last is not None:
             yield from (each, _make_probe(each, last))
         first, last = first or each, each
-    if first is not None and last is not None:
+    if first is not None and last is not None and first is not last:
         yield from (first, _make_probe(first, last))
 
 

@@ -91,7 +91,7 @@ def _open_megatron(path: Path) -> IdFile:
     lengths = np.frombuffer(index, "<i4", count, place)
     starts = np.frombuffer(index, "<i8", count, place + 4 * count)
     borders = np.frombuffer(index, "<i8", int(header["documents"]), place + 12 * count)
-    data = np.memmap(path, np.uint8, "r")
+    data = _map(path, np.dtype(np.uint8))
 
     def read(document: int) -> np.ndarray:
         # A document may be of several sequences, sentences, which need not lie side by side.
@@ -106,12 +106,17 @@ def _open_datatrove(path: Path, vocab_size: int) -> IdFile:
     metadata = path.with_name(f"{path.name}.metadata")
     size = int(metadata.read_text().partition("\n")[0].rpartition("|")[2]) if metadata.exists() else 0
     dtype = np.dtype(f"<u{size}" if size else "<u2" if vocab_size <= 1 << 16 else "<u4")
-    data = np.memmap(path, dtype, "r")
+    data = _map(path, dtype)
     index = path.with_name(f"{path.name}.index")
     ends = np.fromfile(index, "<u8").astype(np.int64) if index.exists() else np.array([len(data)])
-    if len(ends) == 0 or ends[-1] != len(data):
+    if (ends[-1] if len(ends) else 0) != len(data):
         raise ValueError(f"{len(data)} ids of {dtype.itemsize} bytes, and the index ends elsewhere")
     return IdFile(len(ends), lambda document: data[ends[document - 1] if document else 0 : ends[document]])
+
+
+def _map(path: Path, dtype: np.dtype) -> np.ndarray:
+    """The ids of a file, mapped into memory; a file without a byte cannot be."""
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
 
 
 def _open_mds(path: Path, field: str) -> IdFile:
@@ -186,7 +191,7 @@ def _open_columns(counts: Sequence[int], get_batch: Callable[[int], Any], field:
         found: np.ndarray = np.empty(0, np.int32) if values is None else values.to_numpy(zero_copy_only=True)
         return found
 
-    if counts:
+    if firsts[-1]:
         read(0)  # whether there is such a column
     return IdFile(int(firsts[-1]), read)
 

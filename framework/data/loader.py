@@ -38,7 +38,7 @@ from framework.data.store import Split
 from framework.errors import RecipeError
 from framework.mesh.token_layout import ContextSlices
 from framework.model.probe import keeps_documents_apart
-from framework.parallel.attention import find_stock_attention
+from framework.parallel.attention import find_shared_rope, find_stock_attention
 from framework.recipe.problem import Problem, render_problems
 from framework.recipe.schema import Recipe
 
@@ -89,6 +89,10 @@ def find_sequence_problems(recipe: Recipe, config: PretrainedConfig) -> Iterator
         if recipe.model.weights is None:
             fix += f"; or model.config.max_position_embeddings={context}"
         yield Problem("batch.context", context, message, fix)
+    rows = recipe.batch.sequences_per_microbatch
+    shared = find_shared_rope(config.get_text_config(), context, rows, recipe.data.isolates)
+    if shared is not None:
+        yield Problem("batch.sequences_per_microbatch", rows, shared.what, str(shared.fix))
     # Meshwright's own attention keeps documents apart in every family; transformers' does in some.
     is_stock = recipe.data.isolates and find_stock_attention(config, recipe) is not None
     if is_stock and not keeps_documents_apart(config):

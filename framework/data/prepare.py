@@ -19,7 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from framework.data.beside import make_head
+from framework.data.beside import list_read, make_head
 from framework.data.jobs import import_store, initial_threshold, list_all, make_jobs, make_meta, read_reports, run_jobs
 from framework.data.join import JoinPlan, count_needed_bytes, hold_lock, is_tokenized, join_store
 from framework.data.order import Rows, count_overlong, refuse_no_rows
@@ -35,7 +35,7 @@ from framework.data.prepared import (
 )
 from framework.data.records import plan_shards
 from framework.data.remote import Root
-from framework.data.shard import LARGEST_SHARE, ShardReport, read_texts, settle_threshold, shard_path
+from framework.data.shard import LARGEST_SHARE, ShardReport, fetched, read_texts, settle_threshold, shard_path
 from framework.data.source import BAR_DELAY_S, SourceFile, list_files, summarize_left_out
 from framework.data.store import LEFT_OUT, StoreMeta, verify_small_files
 from framework.data.tasks import keep_tasks, open_task, refuse_unknown_score
@@ -297,11 +297,12 @@ def _load_or_train(recipe: Recipe, places: DataPlaces, progress: bool) -> Any:
 
 def _sample_texts(recipe: Recipe, stores: Sequence[StorePlace], progress: bool) -> Iterator[str]:
     """The texts of every n-th shard of all sources, without held-out documents."""
-    shards = [(place, spans) for place in stores for spans in plan_shards(list_all(place), progress)]
+    shards = [(place, spans) for place in stores for spans in plan_shards(list_read(recipe, place), progress)]
     num_bytes = sum(span.num_bytes for _, spans in shards for span in spans)
     chosen = shards[:: num_bytes // recipe.data.bpe_text_bytes + 1]
     for place, spans in tqdm(chosen, desc="read text", unit=" shards", delay=BAR_DELAY_S, disable=not progress):
         what = place.source.field, place.source.conversation, place.form
-        texts = (each for span in spans for each in read_texts(span, *what))
-        trained = (text for text, hash in texts if hash >= initial_threshold(recipe))
-        yield from (chunk for text in trained for chunk in cut_at_spaces(text))
+        for whole in spans:
+            with fetched(whole, place.folder) as span:
+                texts = (text for text, hash in read_texts(span, *what) if hash >= initial_threshold(recipe))
+                yield from (chunk for text in texts for chunk in cut_at_spaces(text))

@@ -2,7 +2,8 @@
 
 A folder under data.root is named by a key of the recipe's words (path, format, field, tokenizer, validation; of conversations
 the template and what is trained, too) and a key of the files (names, sizes, times). So a changed file makes a new store and never
-touches one that a run is reading. If the files are gone, the one complete store of the same words still serves.
+touches one that a run is reading; another commit of hub weights, with a tokenizer of its own, makes one, too. If the files are
+gone, the one complete store of the same words still serves.
 """
 
 import errno
@@ -37,11 +38,14 @@ from framework.data.store import (
 from framework.data.tokenize import INFO_FILE, hash_template, read_info
 from framework.errors import DataError, StorageError
 from framework.recipe.plugins import hash_owner
-from framework.recipe.schema import Data, Recipe, Source
+from framework.recipe.schema import Data, Model, Recipe, Source
 
 # Raise it when equal conversations give other tokens.
 CHAT_VERSION = 1
 TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model")
+
+# A name that is no branch or tag.
+COMMIT = re.compile("[0-9a-f]{40}")
 
 # Kinds whose key does not name them, like text: the first version knew them by an ending of the same name.
 KINDS_OF_NAME = ("jsonl", "json", "parquet", "arrow")
@@ -120,8 +124,12 @@ def locate(recipe: Recipe, progress: bool = False) -> DataPlaces:
         except SourceMissing as error:
             files[name] = None
             missing = missing or error
-    tokenizer_words, tokenizer_files = _describe_tokenizer(recipe, sources, list(files.values()))
     places, root = [], Root.of(recipe.data)
+    tokenizer_words, tokenizer_files = _describe_tokenizer(recipe, sources, list(files.values()))
+    tokenizer = _place_tokenizer(root, tokenizer_words, tokenizer_files)
+    if tokenizer is not None and _is_of_other_commit(recipe.model, tokenizer):
+        tokenizer_words["revision"] = recipe.model.revision
+        tokenizer = _place_tokenizer(root, tokenizer_words, tokenizer_files)
     for name, source in sources.items():
         words = {"tokenizer": tokenizer_words, "validation": recipe.data.validation, **_describe_source(source)}
         form: Form | None = None
@@ -136,11 +144,26 @@ def locate(recipe: Recipe, progress: bool = False) -> DataPlaces:
         folder = root.folder / f"{stem}-{files_key}" if files_key else _find_only(root, stem, missing)
         root.pull(folder.name)
         places.append(StorePlace(name, source, files[name], folder, form))
-    tokenizer_key = _key_files(tokenizer_files)
-    tokenizer = root.folder / f"tokenizer-{_key(tokenizer_words)}-{tokenizer_key}"
-    if tokenizer_key:
-        root.pull_tokenizer(tokenizer.name)
-    return DataPlaces(tuple(places), tokenizer if tokenizer_key else None)
+    return DataPlaces(tuple(places), tokenizer)
+
+
+def _place_tokenizer(root: Root, words: dict[str, Any], listings: list[tuple[SourceFile, ...] | None]) -> Path | None:
+    """The folder of the kept tokenizer, from an object store on this node; None where source files are gone."""
+    key = _key_files(listings)
+    if key is None:
+        return None
+    folder = root.folder / f"tokenizer-{_key(words)}-{key}"
+    root.pull_tokenizer(folder.name)
+    return folder
+
+
+def _is_of_other_commit(model: Model, tokenizer: Path) -> bool:
+    """Whether the tokenizer of hub weights was kept at another commit than the one that a run has settled. It may be another
+    tokenizer, and has names of its own. The first commit's are those that stores without a commit have."""
+    if model.tokenizer is not None or not COMMIT.fullmatch(model.revision or ""):
+        return False
+    info = read_info(tokenizer)
+    return info is not None and info.revision not in (None, model.revision)
 
 
 def _describe_source(source: Source) -> dict[str, Any]:

@@ -310,7 +310,7 @@ def _read_documents(job: ShardJob) -> Iterator[Document | BadRecord]:
             for record in read_records(span, field or job.field, beside_of(field, job.form)):
                 try:
                     documents = encode(record)
-                except DataError as error:
+                except (DataError, RecursionError) as error:  # of tools or arguments that are nested too deeply
                     rows_before = count_rows_before(span) if rows_before is None else rows_before
                     name = span.file.url or str(span.file.path)
                     yield BadRecord(name, rows_before + record.index + 1, escape(str(error)))
@@ -346,7 +346,7 @@ def read_texts(
         if record.text:
             yield record.text, hash_document(record.text)
         elif (values := record.values) is not None and conversation is not None:
-            with suppress(DataError):
+            with suppress(DataError, RecursionError):
                 found = [each for each, _ in read_answers(values, conversation, form)] if form else []
                 said = (
                     text["content"]

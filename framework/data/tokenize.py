@@ -61,6 +61,8 @@ class TokenizerInfo:
     eos_id: int
     files: dict[str, str]
     """xxh3 of each of the kept folder's other files."""
+    revision: str | None = None
+    """The commit of the hub at which it was loaded; None of others, and of those that were kept before it was noted."""
 
 
 def load_tokenizer(name: str, revision: str | None = None, key: str = "model.tokenizer") -> Any:
@@ -89,6 +91,11 @@ def load_tokenizer(name: str, revision: str | None = None, key: str = "model.tok
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
         raise DataError(f"{key}={name} has no tokenizer: no text would become tokens. {_OTHER_TOKENIZER}")
     return tokenizer
+
+
+def read_commit(folder: Path) -> str | None:
+    """The commit of a snapshot in the hub cache; None of another folder."""
+    return folder.name if folder.parent.name == "snapshots" else None
 
 
 def read_template(name: str) -> str | None:
@@ -163,6 +170,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> TokenizerInfo:
             vocab_size=max(tokenizer.get_vocab().values()) + 1,
             eos_id=tokenizer.eos_token_id,
             files={path.name: hash_file(path) for path in sorted(unfinished.iterdir())},
+            revision=read_commit(Path(tokenizer.name_or_path)),
         )
         _check_encoder(tokenizer, unfinished)
         write_json(unfinished / INFO_FILE, asdict(info))

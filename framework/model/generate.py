@@ -5,7 +5,8 @@ name ordinary tokens: a generation then stops at a quote instead of at the end o
 never trained. So a model's ids are those of the tokenizer that made its data.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -52,14 +54,14 @@ def generate(
         if temperature > 0
         else {"do_sample": False}
     )
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+    with _without_defaults(model) as own, torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
         text_ids = model.eval().generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_new_tokens,
             use_cache=True,
-            eos_token_id=find_end(model.generation_config.eos_token_id, tokenizer),
+            eos_token_id=find_end(own.eos_token_id, tokenizer),
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
             stopping_criteria=StoppingCriteriaList([EndsWith(end)] if end else []),
             **sampling,
@@ -69,6 +71,17 @@ def generate(
     # A tokenizer may drop a leading space of what it decodes, so both are decoded from their start.
     before, after = (str(tokenizer.decode(row, skip_special_tokens=True)) for row in (ids[0], text_ids[0]))
     return after.removeprefix(before)
+
+
+@contextmanager
+def _without_defaults(model: PreTrainedModel) -> Iterator[GenerationConfig]:
+    """Take the model's own generation config away meanwhile: `generate` fills in its penalties and limits (repetition_penalty,
+    top_p) wherever it is given none."""
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield own
+    finally:
+        model.generation_config = own
 
 
 class EndsWith(StoppingCriteria):

@@ -48,6 +48,8 @@ DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.uint8: "U8",
@@ -195,16 +197,16 @@ class FilePosition:
             file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def find_positions(folder: Path) -> dict[str, tuple[FilePosition, torch.dtype]]:
-    """Position and dtype of each tensor of a folder, from the headers of its files."""
+def find_positions(folder: Path) -> dict[str, tuple[FilePosition, torch.dtype | None]]:
+    """Position and dtype of each tensor of a folder, from the headers of its files. None: a dtype that is not of `DTYPES`."""
     dtypes = {name: dtype for dtype, name in DTYPES.items()}
-    found: dict[str, tuple[FilePosition, torch.dtype]] = {}
+    found: dict[str, tuple[FilePosition, torch.dtype | None]] = {}
     for path in (folder / name for name in find_files(folder)):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
         found |= {
-            key: (FilePosition(path, 8 + length + entry["data_offsets"][0]), dtypes.get(entry["dtype"], torch.uint8))
+            key: (FilePosition(path, 8 + length + entry["data_offsets"][0]), dtypes.get(entry["dtype"]))
             for key, entry in header.items()
             if key != "__metadata__"
         }

@@ -178,6 +178,11 @@ def write_into(
                     named = {key: pieces[piece] for key, piece in _pair(stored[own], saved[own])}
                 for key, tensor in named.items():
                     position, dtype = places[key]
+                    if dtype is None or dtype.is_floating_point != tensor.is_floating_point():
+                        raise ModelError(
+                            f"{whole} stores {key} as codes or in a dtype that is not written ({dtype or 'unknown'}): export the"
+                            " text model alone with --text"
+                        )
                     position.write(tensor.to(dtype))
         _copy(beside, partial)
 

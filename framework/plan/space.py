@@ -22,6 +22,7 @@ from framework.mesh.topology import shards_within_node
 from framework.model.load import layer_configs, refuse_dropped_layers
 from framework.model.stage import StageBounds, refuse_shared_layers, refuse_sliced_values
 from framework.parallel.attention import (
+    find_shared_rope,
     find_whole,
     probe_causes,
     refuse_sequence,
@@ -286,7 +287,14 @@ class ModelRules:
 
     def refuse(self, c: Candidate) -> str | None:
         """The first reason against a candidate."""
-        return self.refuse_pp(c) or self.refuse_experts(c) or self.refuse_tp(c) or self.refuse_cp(c)
+        refused = self.refuse_pp(c) or self.refuse_experts(c) or self.refuse_tp(c) or self.refuse_cp(c)
+        return refused or self.refuse_sequences(c)
+
+    def refuse_sequences(self, c: Candidate) -> str | None:
+        """Refusal of a number of sequences in a microbatch."""
+        text, packs = self.shape.config.get_text_config(), self.shape.recipe.data.isolates
+        found = find_shared_rope(text, c.context, c.sequences, packs)
+        return None if found is None else found.what
 
     @remember(*DEGREES)
     @_as_reason
@@ -412,5 +420,6 @@ def _model_constraints(shape: ModelShape) -> list[Constraint]:
         (("ep", "expert_tp", "tp"), rules.refuse_experts),
         (("tp", "sequence", "ep", "expert_tp"), rules.refuse_tp),
         (("pp", "schedule", "virtual"), rules.refuse_pp),
+        (("sequences",), rules.refuse_sequences),
     ]
     return [Constraint("model", fields, partial(ask, refusal)) for fields, refusal in asked]

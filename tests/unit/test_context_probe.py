@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from framework.data.loader import find_sequence_problems
 from framework.errors import ModelError, TopologyError
 from framework.mesh.token_layout import ContextSlices
 from framework.model.load import layer_configs
@@ -20,6 +21,11 @@ from framework.parallel.attention.hook import (
     refuse_uneven_heads,
 )
 from framework.parallel.attention.visible_rows import Documents, Scores
+from framework.plan.candidate import Candidate
+from framework.plan.shape import make_shape
+from framework.plan.space import ModelRules
+from framework.recipe.compose import compose
+from framework.recipe.problem import Problem
 from framework.recipe.schema import Parallel
 from tests.families import build_config, family, needs_newer_transformers
 from tests.grid import IN_TURN, few_of
@@ -129,6 +135,39 @@ def test_longrope_is_refused_where_ranks_would_choose_different_tables() -> None
         probe("phi3", slices=ContextSlices(24, ulysses=2), **LONGROPE)
     with pytest.raises(ModelError, match="its documents have fewer"):
         probe("phi3", has_documents=True, **LONGROPE)
+
+
+def test_a_longrope_takes_rows_of_documents_one_by_one() -> None:
+    """A short document's logits beside a long one's differ from those alone; the rule refuses what this shows, and no more."""
+    config = build_config(family("phi3"), **LONGROPE)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids, long, short = torch.randint(0, 90, (2, 24)), torch.arange(24), torch.arange(24) % 8
+    with torch.no_grad():
+        beside = model(input_ids=ids, position_ids=torch.stack([long, short]), use_cache=False).logits[1]
+        alone = model(input_ids=ids[1:], position_ids=short[None], use_cache=False).logits[0]
+    assert not torch.allclose(beside, alone, atol=1e-4)
+
+    def ask(*words: str) -> list[Problem]:
+        data = ["data=files", "data.sources.files.path=x.jsonl", "data.bpe_vocab=300", "batch.context=24"]
+        return list(find_sequence_problems(compose([*data, *words]).require(), config))
+
+    two = "batch.sequences_per_microbatch=2"
+    (problem,) = ask("data.pack=documents", two)
+    assert (problem.key, problem.value) == ("batch.sequences_per_microbatch", 2)
+    assert "more than 16 positions: a row's loss would depend on its neighbours" in problem.message
+    assert problem.fix == "batch.sequences_per_microbatch=1; or batch.context=16"
+    assert (
+        ask("data.pack=documents", two[:-1] + "1")
+        == ask("data.pack=documents", two, "batch.context=16")
+        == ask(two)
+        == []
+    )
+    recipe = compose(["data.pack=documents", "batch.context=24"]).require()
+    rules = ModelRules(make_shape(config, recipe))
+    refused = [rules.refuse(Candidate(context=24, sequences=each, ranks_per_node=1)) for each in (1, 2)]
+    assert refused[0] is None
+    assert "its neighbours" in str(refused[1])
 
 
 def test_llama4s_temperature_is_that_of_the_rows_in_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:

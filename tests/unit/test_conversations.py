@@ -2,7 +2,8 @@
 
 import csv
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from framework.commands.generate import generate_command
 from framework.commands.inspect import inspect_store
 from framework.commands.prepare import prepare_command
 from framework.data.chat import Chat
-from framework.data.document import read_conversation
+from framework.data.document import read_answers, read_conversation
 from framework.data.loader import find_sequence_problems
 from framework.data.prepare import describe_rows, prepare
 from framework.data.prepared import Prepared, find_prepared
@@ -61,6 +62,9 @@ def read(record: dict[str, Any], field: str = "messages") -> list[dict[str, Any]
         ({"instruction": "Add", "input": "1 2", "output": "3"}, "instruction", [user("Add\n\n1 2"), answer("3")]),
         ({"instruction": "Add", "input": "", "output": "3", "system": "Be kind."}, "instruction", [SYSTEM, *ADD]),
         ({"instruction": "Add", "output": "3", "history": [["Hi", "Hello, 猫!"]]}, "instruction", [*TWO[:2], *ADD]),
+        ({"instruction": "Add", "output": "3", "history": TWO[:2]}, "instruction", [*TWO[:2], *ADD]),
+        ({"instruction": "Add", "output": "3", "history": json.dumps([["Hi", "Hello, 猫!"]])}, "instruction", [*TWO[:2], *ADD]),
+        ({"instruction": "Add", "output": "3", "history": "[]"}, "instruction", ADD),
         ({"messages": [user("Add"), {"role": "assistant", "content": [{"type": "text", "text": "3"}]}]}, "messages", ADD),
         ({"messages": [{**ADD[0], "name": None}, answer("3", tool_calls=None)]}, "messages", ADD),
         ({"messages": ADD, "completion": "again"}, "messages", ADD),
@@ -100,11 +104,87 @@ def test_calls_and_thinking_get_the_names_of_templates() -> None:
         ({"messages": [user("Hi"), answer("", tool_calls=[{"x": 1}])]}, "message 2 has a tool call without a function's name"),
         ({"messages": "Hi"}, r"beside it there is no answer \(completion, response, output, answer\)"),
         ({"messages": TWO, "tools": "add"}, "field `tools` is not a list but str"),
+        ({"messages": TWO, "chat_template_kwargs": ["x"]}, "field `chat_template_kwargs` is not an object but list"),
+        ({"messages": [user("Hi"), answer("x", weight="high")]}, "message 2 has a weight that is no number .*'high'"),
+        ({"messages": [user("Hi"), answer("x", thinking={"a": 1})]}, "message 2 has a `thinking` that is no text but dict"),
+        ({"messages": [{"role": ["user"], "content": "Hi"}]}, "message 1 has a role that is no text but list"),
+        ({"messages": [user("Hi"), answer("\ud800")]}, "its text is not Unicode"),
     ],
 )  # fmt: skip
 def test_what_is_no_conversation_is_refused_with_the_message(record: dict[str, Any], why: str) -> None:
     with pytest.raises(DataError, match=why):
         read(record)
+
+
+WRONG = [
+    0,
+    2.5,
+    True,
+    [],
+    {},
+    [KEY := "KEY"],
+    [[KEY, KEY]],
+    [[KEY, None]],
+    {KEY: KEY},
+    [{KEY: KEY}],
+    "",
+    "[]",
+    "[0]",
+    "\ud800",
+    10**400,
+    None,
+]
+FORMS: list[tuple[str, Any, dict[str, Any]]] = [
+    ("messages", None, {"messages": [*TWO, user("?"), answer("!", reasoning_content="So.", weight=1)]}),
+    ("messages", None, {"messages": [SYSTEM, user([{"type": "text", "text": "y"}]), answer("z")]}),  # type: ignore[arg-type]
+    ("messages", None, {"messages": [user("a"), answer("b", tool_calls=[{"function": {"name": "f", "arguments": {"a": "c"}}}])]}),
+    ("messages", None, {"messages": ADD, "tools": [{"type": "function", "function": {"name": "f"}}], "chat_template_kwargs": {}}),
+    ("talk", None, {"talk": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "c"}),
+    ("prompt", None, {"prompt": "a", "completion": "b"}),
+    ("prompt", None, {"prompt": ADD[:1], "completion": ADD[1:]}),
+    ("instruction", None, {"instruction": "a", "input": "b", "output": "c", "history": [["d", "e"], ["f", "g"]]}),
+    ("instruction", None, {"instruction": "a", "output": "c", "history": TWO[:2]}),
+    ("chosen", "pair", {"prompt": "a", "chosen": "b", "rejected": "c"}),
+    ("chosen", "pair", {"chosen": TWO[:2], "rejected": TWO[:1] + ADD[1:]}),
+    ("said", "label", {"prompt": "a", "said": "b", "label": True}),
+]  # fmt: skip
+
+
+def put_everywhere(value: Any, wrong: Any) -> Iterator[Any]:
+    """The value with something wrong in place of each of its elements, at any depth."""
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        for put in (wrong, *put_everywhere(each, wrong)):
+            changed = value.copy()
+            changed[key] = put
+            yield changed
+
+
+@pytest.mark.parametrize(("field", "form", "record"), FORMS)
+def test_a_value_of_any_other_type_is_refused_or_no_text(field: str, form: Any, record: dict[str, Any]) -> None:
+    """Nothing but DataError leaves a reader, and no key, number or name of a type becomes text."""
+    chat = Chat(build_tokenizer("chatml"))
+    for broken in (each for wrong in WRONG for each in put_everywhere(record, wrong)):
+        try:
+            if form is None:
+                found = [read_conversation(broken, field)]
+            else:
+                found = [each for each, _ in read_answers(broken, field, form)]
+            for each in found:
+                chat.encode(each)
+        except DataError:
+            continue
+        texts = re.sub(r'"\w+":', "", json.dumps(broken, ensure_ascii=False))
+        for message in (message for each in found for message in each.messages):
+            for said in (message["content"], message.get("reasoning_content", "")):
+                assert all(f'"{part}"' in texts for part in said.split("\n\n") if part), broken
+
+
+def test_a_record_that_is_nested_too_deeply_is_a_bad_record(tmp_path: Path) -> None:
+    deep = {"messages": ADD, "tools": "[" * 600 + "]" * 600}
+    recipe = make_recipe(
+        tmp_path / "tokens", write_jsonl(tmp_path / "a.jsonl", [*make_records(9), deep]), bad_records=1
+    )
+    assert build(recipe).sources[0].meta.num_bad_records == 1
 
 
 def write_jsonl(path: Path, records: list[Any]) -> Path:

@@ -117,6 +117,31 @@ WRITERS: dict[str, tuple[str, Callable[[Path, Documents], Path]]] = {
 }
 
 
+@pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
+def test_a_file_without_rows_has_no_documents(tmp_path: Path, kind: str) -> None:
+    """A writer of many workers leaves some: an empty row group or an empty batch."""
+    table = pyarrow.table({"tokens": pyarrow.array([], pyarrow.list_(pyarrow.int32()))})
+    path = write_table(tmp_path / "none", [], kind)
+    if kind != "parquet":
+        with (pyarrow.ipc.new_stream if kind == "stream" else pyarrow.ipc.new_file)(str(path), table.schema) as writer:
+            writer.write_batch(pyarrow.RecordBatch.from_pydict({"tokens": []}, table.schema))
+    full = write_table(tmp_path / "some", make_documents(3), kind)
+    none, some = open_ids([file_of(path, "ids"), file_of(full, "ids")], "tokens", VOCAB)
+    assert (none.num_documents, some.num_documents) == (0, 3)
+
+
+@pytest.mark.parametrize("name", ["megatron", "datatrove", "mds"])
+def test_a_file_of_no_documents_has_none(tmp_path: Path, name: str) -> None:
+    kind, write = WRITERS[name]
+    if name == "datatrove":
+        path = tmp_path / "none.ds"
+        for each in (path, path.with_name("none.ds.index")):
+            each.write_bytes(b"")
+    else:
+        path = write(tmp_path / "none", [])
+    assert open_ids([file_of(path, kind)], "tokens", VOCAB)[0].num_documents == 0
+
+
 def file_of(path: Path, kind: str) -> SourceFile:
     return SourceFile(path.name, path, kind, 0, 0)  # type: ignore[arg-type]
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -237,6 +238,41 @@ def test_the_text_of_the_bpe_names_its_store_unless_it_is_the_default(tmp_path: 
     assert locate(few).stores[0].folder != locate(recipe).stores[0].folder
     words = {"bpe_vocab": 300, "validation": 0.1, "sources": [_describe_source(few.data.sources["s0"])]}
     assert f"tokenizer-{_key(words)}-" in str(locate(recipe).tokenizer)
+
+
+def test_each_commit_of_hub_weights_has_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`prepare` may run before a run settles the commit, and stores from before commits were noted serve any."""
+    first, other = "a" * 40, "b" * 40
+    repository = tmp_path / "models--owner--name"
+    for commit, entries in ((first, WORDS), (other, WORDS[::-1])):
+        save_words(repository / "snapshots" / commit, entries)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(first)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    recipe = make_recipe(tmp_path / "tokens", write_jsonl(tmp_path / "a.jsonl", make_texts(9)), bpe_vocab=None)
+
+    def at(revision: str | None) -> Recipe:
+        return replace(recipe, model=Model(weights="owner/name", revision=revision))
+
+    newest = build(at(None))
+    assert [find_prepared(at(each)).tokenizer for each in (None, first, "main")] == [newest.tokenizer] * 3
+    with pytest.raises(DataError, match="not prepared"):
+        find_prepared(at(other))
+    older = build(at(other))
+    assert older.fingerprint != newest.fingerprint
+    assert [find_prepared(at(each)).tokenizer for each in (other, first)] == [older.tokenizer, newest.tokenizer]
+    info = json.loads((newest.tokenizer / "info.json").read_text())
+    assert info.pop("revision") == first
+    (newest.tokenizer / "info.json").write_text(json.dumps(info))
+    assert find_prepared(at(other)).tokenizer == newest.tokenizer
+
+
+def save_words(folder: Path, words: list[str]) -> None:
+    """A tokenizer of whole words."""
+    entries = {each: number for number, each in enumerate(["<end>", "?", *words])}
+    tokenizer = Tokenizer(models.WordLevel(entries, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", unk_token="?").save_pretrained(folder)
 
 
 def test_equal_text_elsewhere_has_an_equal_fingerprint(tmp_path: Path) -> None:

@@ -18,7 +18,9 @@ import pyarrow.parquet
 import pytest
 
 from framework.commands.inspect import find_damage
+from framework.commands.prepare import prepare_command
 from framework.data import beside, growing, loader, records
+from framework.data import source as source_module
 from framework.data.beside import tokenize_rest, tokenizing
 from framework.data.loader import Loader, validation_batches
 from framework.data.order import SampleOrder
@@ -31,6 +33,7 @@ from framework.recipe.check import check_recipe
 from framework.recipe.schema import Data, Recipe, Source
 from framework.train.state import RunState, count_read
 from tests.grid import IN_TURN
+from tests.unit.test_conversations import write_jsonl as write_records
 from tests.unit.test_data_prepare import make_recipe, make_texts, write_jsonl
 
 pytestmark = IN_TURN
@@ -304,6 +307,10 @@ def test_a_data_set_of_the_hub_is_listed_once_and_fetched_file_by_file(
     urls = [f"file://{path}" for path in sorted(away.iterdir())]
     config = SimpleNamespace(data_files={"train": urls})
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda *words: SimpleNamespace(config=config))
+    monkeypatch.setattr(source_module, "download_dataset", None)
+    own = make_recipe(tmp_path / "own", "owner/name", mode="stream")  # whose tokenizer is trained on some of the files
+    (source,) = begin(own).sources
+    assert len(json.loads((source.folder / "hub.json").read_text())["files"]) == len(urls)
     local = make_recipe(tmp_path / "tokens", write_jsonl(tmp_path / "t.jsonl", texts))
     tokenizer = str(prepare(local, 1, progress=False).tokenizer)
     recipe = replace(
@@ -319,6 +326,22 @@ def test_a_data_set_of_the_hub_is_listed_once_and_fetched_file_by_file(
     plain = prepare(replace(local, model=recipe.model, data=replace(local.data, bpe_vocab=None)), 1, progress=False)
     assert {path.suffix for path in source.folder.iterdir()} == {"", ".json", ".tokens", ".ends", ".counts"}
     assert source.streams["train"].num_tokens > 0.8 * plain.sources[0].streams["train"].num_tokens
+
+
+def test_a_conversation_of_a_stream_is_shown_without_a_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
+    urls = [f"file://{write_records(tmp_path / f'{n}.jsonl', [{'messages': said}] * 9)}" for n in range(2)]
+    config = SimpleNamespace(data_files={"train": urls})
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *words: SimpleNamespace(config=config))
+    monkeypatch.setattr(source_module, "download_dataset", None)
+    sources = {"s0": Source("owner/name", messages="messages")}
+    given = {"mode": "stream", "pack": "documents", "chat_template": "chatml", "validation": 0.0}
+    prepare_command(make_recipe(tmp_path / "tokens", sources=sources, **given), workers=1, show=11)
+    shown = capsys.readouterr().out
+    assert "record 11 (1.jsonl)" in shown
+    assert "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[Hello!<|im_end|>]]" in shown
 
 
 @pytest.mark.parametrize(

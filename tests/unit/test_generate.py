@@ -79,6 +79,23 @@ def test_top_k_of_one_is_greedy(model, tokenizer) -> None:
     assert generate(model, tokenizer, "for", max_new_tokens=8, temperature=1.0, top_k=1) == greedy
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_pretrained_generation_config_changes_no_draw(model, tokenizer, temperature: float) -> None:
+    own = model.generation_config
+    expected = generate(model, tokenizer, "for", max_new_tokens=12, temperature=temperature)
+    for stated in (
+        {"repetition_penalty": 1.5},
+        {"top_p": 0.1, "top_k": 2},
+        {"no_repeat_ngram_size": 1},
+        {"num_beams": 3},
+    ):
+        changed = deepcopy(model)
+        changed.generation_config.update(**stated)
+        assert generate(changed, tokenizer, "for", max_new_tokens=12, temperature=temperature) == expected
+        assert stated.items() <= vars(changed.generation_config).items()
+    assert model.generation_config is own
+
+
 def test_empty_prompt_starts_from_the_start_token(model, tokenizer) -> None:
     assert isinstance(generate(model, tokenizer, "", max_new_tokens=4), str)
 

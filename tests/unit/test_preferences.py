@@ -145,6 +145,11 @@ def test_probes_are_prompts_with_the_answers_of_others(tmp_path: Path) -> None:
         assert other == cut((2 * number - 2) % 24)[1]
 
 
+def test_an_answer_without_another_to_compare_with_is_left_out(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no text to train on"):
+        build(make_recipe(tmp_path, make_labelled(1), "kto", validation=0.0))
+
+
 def make_stream(lengths: list[int]) -> TokenStream:
     rng = np.random.default_rng(3)
     trained = np.concatenate([np.where(np.arange(n) < n // 2, 0, 1 + k % 2) for k, n in enumerate(lengths)])

@@ -92,6 +92,27 @@ def test_a_trained_text_model_goes_back_into_the_checkpoint_that_it_came_from(fa
         torch.testing.assert_close(whole(input_ids=ids).logits, alone(input_ids=ids).logits)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_weights_of_one_byte_are_written_as_such_or_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    _make("mistral3", theirs)
+    text = build_meta(load_config(Model(weights=str(theirs))))
+    values = _read(theirs, text)
+    for path in theirs.glob("*.safetensors"):
+        narrow = {key: each.to(dtype) if "language" in key else each for key, each in load_file(path).items()}
+        save_file(narrow, path, {"format": "pt"})
+    if dtype == torch.int8:
+        with pytest.raises(ModelError, match="as codes or in a dtype that is not written"):
+            write_into(ours, theirs, text, [values])
+        assert not ours.exists()
+        return
+    write_into(ours, theirs, text, [{name: 2 * each for name, each in values.items()}])
+    found = _read(ours, text)
+    assert dtype in {each.dtype for each in found.values()}
+    for name, each in found.items():
+        assert torch.equal(each.float(), (2 * values[name]).to(each.dtype).float())
+
+
 def test_a_run_that_begins_with_a_vision_language_folder_is_exported_into_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

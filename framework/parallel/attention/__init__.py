@@ -13,13 +13,20 @@ from framework.parallel.attention.hook import (
     split_context,
     watch_logits,
 )
-from framework.parallel.attention.probe import find_stock_attention, find_whole, probe_causes, refuse_undivided_context
+from framework.parallel.attention.probe import (
+    find_shared_rope,
+    find_stock_attention,
+    find_whole,
+    probe_causes,
+    refuse_undivided_context,
+)
 from framework.parallel.attention.visible_rows import Documents, select_sequences
 from framework.parallel.attention.whole_tokens import refuse_sequence
 
 __all__ = [
     "Documents",
     "find_context_attentions",
+    "find_shared_rope",
     "find_stock_attention",
     "find_whole",
     "is_operator",

@@ -167,6 +167,19 @@ def find_uneven_rope(config: PretrainedConfig, slices: ContextSlices, has_docume
         yield Cause(what, f"batch.context={original}")
 
 
+def find_shared_rope(config: PretrainedConfig, context: int, sequences: int, has_documents: bool) -> Cause | None:
+    """The rope of a microbatch that chooses between two tables by the largest position of all its rows: one with a long document
+    would change another's loss."""
+    original = _original_positions(config)
+    if original is None or context <= original or sequences == 1 or not has_documents:
+        return None
+    what = (
+        "all rows of a microbatch take the same one of longrope's two tables, by whether any has a document of more than"
+        f" {original} positions: a row's loss would depend on its neighbours"
+    )
+    return Cause(what, f"batch.sequences_per_microbatch=1; or batch.context={original}")
+
+
 def _original_positions(config: PretrainedConfig) -> int | None:
     """The positions up to which the config's longrope, if it has one, takes its table for short sequences."""
     ropes = getattr(config, "rope_parameters", None) or {}
