@@ -11,8 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
+from framework.comm.communicator import Communicator
 from framework.errors import ModelError
+from framework.mesh.token_layout import ContextSlices
+from framework.mesh.topology import Axis
+from framework.model.kept_outputs import KeptOutputs
+from framework.parallel.activation_checkpointing import CheckpointedForward
 from framework.parallel.attention import block_attention, cuda_kernels
+from framework.parallel.attention.attention import ContextAttention, attend_in_graph
 from framework.parallel.attention.block_attention import AttentionBlock, BlockAttention, find_fault
 from framework.parallel.attention.cuda_kernels import CudaFlash, CudnnFlash, FlexKernel, make_block_mask
 from framework.parallel.attention.kernels import CpuFlash, Heads, Kernel, Packing, TileKernel
@@ -139,6 +145,36 @@ def attend_plainly(
 )
 def test_a_kernel_computes_what_the_tiles_do(kernel: Kernel) -> None:
     assert find_fault(kernel, CPU, torch.float64) is None
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_kernel_that_autograd_differentiates_works_where_layers_call_it(
+    is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the operator of a compiled layer, below autograd; and in a checkpointed forward, whose hooks compute it again."""
+    monkeypatch.setattr(
+        BlockAttention, "_candidates", lambda *_: (FlexKernel(0.7, attend_plainly),) if is_played else ()
+    )
+    monkeypatch.setattr(FlexKernel, "dtypes", (torch.float64,))
+    axes = [Communicator(Axis(name, 1, 0)) for name in ("ulysses", "ring")]
+    generator = torch.Generator().manual_seed(2)
+    drawn = [torch.randn(2, heads, 40, 8, generator=generator, dtype=torch.double) for heads in (4, 2, 2)]
+    scores, found = Scores(0.3, softcap=0.7), []
+    is_played = False
+    for is_played in (False, True):
+        attention = ContextAttention(ContextSlices(40), *axes, "ring", BlockAttention())
+        attention.give_number()
+        q, k, v = (x.clone().requires_grad_() for x in drawn)
+        if is_compiled:
+            out = attend_in_graph(attention, q, k, v, scores, None, None)
+        else:
+            kept = KeptOutputs(["attention"], catches=True)
+            attention.keep_outputs(kept, "attention")
+            out = CheckpointedForward(lambda *heads: attention(*heads, scores).sin(), kept, False)(q, k, v).asin()  # noqa: B023
+        found.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+        assert list(attention.block._faults.values()) == [None] * is_played
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.usefixtures("plays_cuda")

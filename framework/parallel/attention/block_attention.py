@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from framework.comm.fused import compute_apart
 from framework.errors import ModelError
 from framework.mesh.token_layout import Interval
 from framework.model.precision import sums_dtype
@@ -267,6 +268,10 @@ def find_fault(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str 
 
     Kernels differ between versions of torch and devices, and an error would show in the loss only.
     """
+    return compute_apart(device, _find_fault, kernel, device, dtype)
+
+
+def _find_fault(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str | None:
     # Values narrower than keys, and more keys than queries: kernels differ most in what is not square.
     square, oblong = _draw(48, 16, device, dtype), _draw(96, 8, device, dtype)
     try:
