@@ -3,12 +3,15 @@ that a wrong call shows. Whether a GPU's operators keep to it, `find_fault` asks
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from framework.comm.communicator import Communicator
@@ -23,6 +26,7 @@ from framework.parallel.attention.block_attention import AttentionBlock, BlockAt
 from framework.parallel.attention.cuda_kernels import CudaFlash, CudnnFlash, FlexKernel, make_block_mask
 from framework.parallel.attention.kernels import CpuFlash, Heads, Kernel, Packing, TileKernel
 from framework.parallel.attention.visible_rows import Documents, PieceKind, Scores
+from framework.torch_private import compiler_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 Bounds = tuple[Tensor | None, Tensor | None, int, int]
@@ -241,6 +245,40 @@ def test_flex_attention_takes_what_it_is_given() -> None:
     assert wanted is not None
     found = FlexKernel(0.5, attend).forward_packed(block.heads, block.packing, 0.3)
     assert max((a - b).abs().max() for a, b in zip(found, wanted, strict=True)) < 1e-5
+
+
+def test_flex_attention_stays_compiled_for_more_forms_than_torch_keeps_by_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behind torch's limit it would compute scores of all pairs, and only say so in the log."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    cuda_kernels._compiled.cache_clear()
+    counters.clear()
+    with compiler_config().patch(recompile_limit=3):
+        for n in range(16, 21):
+            q, k, v = (torch.randn(1, 2, n, 16) for _ in range(3))
+            cuda_kernels.attend_compiled(q, k, v, None, None, 0.3)
+    cuda_kernels._compiled.cache_clear()
+    assert counters["stats"]["unique_graphs"] == 5
+
+
+@pytest.mark.parametrize(("softcap", "expected"), [(None, (CudnnFlash, CudaFlash)), (30.0, (FlexKernel, TileKernel))])
+def test_nothing_is_built_for_documents_that_begin_on_another_rank(
+    softcap: float | None, expected: tuple[type, type], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their pieces are of other sizes in each microbatch."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(BlockAttention, "_works", lambda *_: True)
+    q, k, v = (torch.empty(1, 2, 20, 16, dtype=torch.bfloat16) for _ in range(3))
+    q = SimpleNamespace(device=CUDA, dtype=q.dtype, shape=q.shape)  # type: ignore[assignment]
+    scores, documents = Scores(0.3, softcap=softcap), Documents(((0, 13, 31),), 40)
+
+    def choose(k_rows: tuple[int, int], documents: Documents | None) -> type:
+        return type(BlockAttention()._kernel(AttentionBlock(Heads(q, k, v), (20, 40), k_rows, scores, documents)))
+
+    assert (choose((0, 20), None), choose((0, 20), documents)) == expected
+    assert {choose((20, 40), each) for each in (None, documents)} == {expected[0]}
 
 
 def test_a_kernel_that_is_wrong_on_a_gpu_is_an_error(
