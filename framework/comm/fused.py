@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 Form = TypeVar("Form")
 T = TypeVar("T")
+# The first NVIDIA GPUs for which Triton casts to fp8's e4m3.
+FP8_CAPABILITY = 8, 9
 # Difference of two forms that add in another order, of the largest number: a number may be rounded to bf16's next.
 AGREEMENT = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8}
 
@@ -33,7 +35,7 @@ class Fused(Generic[Form]):
     """Kernels in two forms.
 
     name: in errors. plain: torch's operations. load: imports Triton, and gives an object of the same methods. compute: an
-    example, with a form on a device. is_exact: the two are bitwise equal.
+    example, with a form on a device. is_exact: the two are bitwise equal. capability: of the first GPUs that kernels compile for.
     """
 
     name: str
@@ -41,10 +43,13 @@ class Fused(Generic[Form]):
     load: Callable[[], Any]
     compute: Callable[[Form, torch.device], Sequence[Tensor]]
     is_exact: bool
+    capability: tuple[int, int] = (0, 0)
 
     def on(self, device: torch.device) -> Form:
         """The form that a device runs. Raises ModelError where the two differ there."""
-        return self.plain if device.type != "cuda" else _choose(self, device)
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < self.capability:
+            return self.plain
+        return _choose(self, device)
 
     def find_fault(self, form: Form, device: torch.device) -> str | None:
         """Difference between a form and torch's operations; None where they agree. Waits for the device."""
