@@ -161,7 +161,8 @@ CopyPair = tuple[Tensor, Tensor]
 
 class CopyStream:
     """A stream of a GPU for copies beside computation, one after the other. PCIe carries both directions at once, so each
-    direction has one of its own. Without a GPU copies happen at once, or with `start` in the wait for them."""
+    direction has one of its own where they need no order. Without a GPU copies happen at once, or with `start` in the wait for
+    them."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
