@@ -116,6 +116,12 @@ def compiler_config() -> Any:
     return torch._dynamo.config
 
 
+def allow_graphs(count: int) -> None:
+    """Have torch keep at least so many graphs of one function. By default it gives up after eight: it warns in the log and runs
+    the others uncompiled."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, count)
+
+
 def record_memory_history(is_on: bool) -> None:
     """Have CUDA's allocator note who asked for what, or forget it."""
     torch.cuda.memory._record_memory_history(**({} if is_on else {"enabled": None}))

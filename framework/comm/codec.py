@@ -30,8 +30,9 @@ Each rank sends (n-1)/n of x, coded, and k-1 parts of it to other nodes. A numbe
 twice over two, and launches are as many for any number of ranks. An all-reduce gathers the sums, coded once more.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isqrt
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -42,7 +43,7 @@ from torch import Tensor
 
 from framework.comm.algorithms import Pending, choose, exchange_parts, in_turn, then
 from framework.comm.communicator import Communicator
-from framework.comm.fused import Fused
+from framework.comm.fused import FP8_CAPABILITY, Fused
 
 CodecKind = Literal["fp8", "int8", "int4"]
 
@@ -142,17 +143,17 @@ class BlockCodec:
         numbers = self._rotate(F.pad(x, (0, -n % self.block))) if self.is_rotated else x
         # Equal numbers make equal messages, whatever memory held: what pads them is zero.
         codes[..., -(-numbers.shape[-1] * _BITS[self.kind] // 8) :] = 0
-        _form_for(numbers).encode(self, numbers, message)
+        _form_for(self.kind, numbers).encode(self, numbers, message)
         return message
 
     def decode(self, message: Tensor, out: Tensor) -> None:
         """Write the numbers of a message.  message: [..., message_bytes(n)] uint8; out: [..., n], any floating dtype."""
         if not self.is_rotated:
-            _form_for(out).decode_sum(self, message.unsqueeze(0), out)
+            _form_for(self.kind, out).decode_sum(self, message.unsqueeze(0), out)
             return
         n = out.shape[-1]
         numbers = torch.empty(*out.shape[:-1], n + -n % self.block, device=out.device)
-        _form_for(numbers).decode_sum(self, message.unsqueeze(0), numbers)
+        _form_for(self.kind, numbers).decode_sum(self, message.unsqueeze(0), numbers)
         out.copy_(self._rotate(numbers)[..., :n])
 
     def decode_sum(self, messages: Tensor, out: Tensor) -> None:
@@ -161,7 +162,7 @@ class BlockCodec:
         messages: [ranks, ..., message_bytes(n)] uint8; out: [..., n], any floating dtype.
         """
         if not self.is_rotated:
-            _form_for(out).decode_sum(self, messages, out)
+            _form_for(self.kind, out).decode_sum(self, messages, out)
             return
         terms = out.new_empty(len(messages), *out.shape, dtype=torch.promote_types(out.dtype, torch.float32))
         self.decode(messages, terms)
@@ -259,12 +260,12 @@ def _load_triton() -> Any:
     return TritonCodes()
 
 
-def _compute_example(form: TorchCodes, device: torch.device) -> list[Tensor]:
+def _compute_example(kinds: Sequence[CodecKind], form: TorchCodes, device: torch.device) -> list[Tensor]:
     """Messages and sums of each kind, of two ranks: of more, terms may be added in another order."""
     x = torch.arange(-222, 222, device=device, dtype=torch.float32).sin_().view(2, 2, 111)
     found = []
-    for kind in ("fp8", "int8", "int4"):
-        codec = BlockCodec(kind, 32)  # type: ignore[arg-type]
+    for kind in kinds:
+        codec = BlockCodec(kind, 32)
         message = torch.zeros(2, 2, codec.message_bytes(111), dtype=torch.uint8, device=device)
         form.encode(codec, x, message)
         total = torch.empty(2, 111, device=device)
@@ -273,13 +274,19 @@ def _compute_example(form: TorchCodes, device: torch.device) -> list[Tensor]:
     return found
 
 
-CODES = Fused("codes of messages", TorchCodes(), _load_triton, _compute_example, is_exact=True)
+CODES = Fused(
+    "codes of messages", TorchCodes(), _load_triton, partial(_compute_example, ("int8", "int4")), is_exact=True
+)
+FP8_CODES = Fused(
+    "fp8 codes of messages", TorchCodes(), _load_triton, partial(_compute_example, ("fp8",)), True, FP8_CAPABILITY
+)
 
 
-def _form_for(numbers: Tensor) -> TorchCodes:
+def _form_for(kind: CodecKind, numbers: Tensor) -> TorchCodes:
     """The form that codes such numbers, [..., n]: kernels take at most 3 dims, and nothing wider than fp32."""
     is_taken = numbers.dtype != torch.float64 and numbers.ndim <= 3 and numbers.numel() > 0
-    return CODES.on(numbers.device) if is_taken else CODES.plain
+    codes = FP8_CODES if kind == "fp8" else CODES
+    return codes.on(numbers.device) if is_taken else codes.plain
 
 
 def _widen(x: Tensor) -> Tensor:

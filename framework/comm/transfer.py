@@ -12,6 +12,7 @@ memory to memory, at once, so that offload can be proved without a GPU.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from weakref import ref
 
 import torch
@@ -141,10 +142,17 @@ class Moment:
             yield
             return
         choose_current(self.device)
-        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+        with torch.cuda.stream(_stream_of_moments(self.device)):
             # In this stream, not the host: the copies may be queued long before the device gets there.
             self._computed.wait()
             yield
+
+
+@cache
+def _stream_of_moments(device: torch.device) -> torch.cuda.Stream:
+    # One for all saves. torch deals streams in turn from a pool of 32, NCCL's as well: with a new one for each save the copies
+    # would in the end be queued in front of a collective.
+    return torch.cuda.Stream(device)
 
 
 # (target, source), of equal numbers of elements and equal dtypes.
@@ -153,7 +161,8 @@ CopyPair = tuple[Tensor, Tensor]
 
 class CopyStream:
     """A stream of a GPU for copies beside computation, one after the other. PCIe carries both directions at once, so each
-    direction has one of its own. Without a GPU copies happen at once, or with `start` in the wait for them."""
+    direction has one of its own where they need no order. Without a GPU copies happen at once, or with `start` in the wait for
+    them."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None

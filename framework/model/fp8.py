@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torchao.float8.float8_ops import addmm_float8_unwrapped
 from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 
-from framework.comm.fused import Fused
+from framework.comm.fused import FP8_CAPABILITY, Fused
 from framework.model.matmul import Matmul
 
 Scaling = Literal["tensor", "row"]
@@ -34,7 +34,7 @@ Factor = tuple[Tensor, Tensor]
 # Kernels sum over a multiple of so many products.
 ALIGNMENT = 16
 # The first NVIDIA GPUs with a kernel, by compute capability: Ada; for scales by row Hopper.
-CAPABILITIES = {"tensor": (8, 9), "row": (9, 0)}
+CAPABILITIES = {"tensor": FP8_CAPABILITY, "row": (9, 0)}
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -171,7 +171,7 @@ def _compute_example(kernel: TorchCast, device: torch.device) -> list[Tensor]:
     return [each.float() for each in found]
 
 
-CASTS = Fused("fp8's casts", TorchCast(), _load_triton, _compute_example, is_exact=True)
+CASTS = Fused("fp8's casts", TorchCast(), _load_triton, _compute_example, True, FP8_CAPABILITY)
 
 
 def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:

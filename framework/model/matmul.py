@@ -211,7 +211,7 @@ class RowGroups:
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """Rows of each group. Where only a GPU knows, the host waits for it: matmuls of groups one by one ask, which are those of
-        other dtypes than bf16. A CPU's memory is the host's."""
+        `_multiplies_groups` being false. A CPU's memory is the host's."""
         return self.sizes or tuple(torch.diff(self.offsets, prepend=self.offsets.new_zeros(1)).tolist())
 
     def split(self, x: Tensor) -> Sequence[Tensor]:
@@ -405,8 +405,9 @@ def _writes_fp32(factor: Tensor, view: Tensor) -> bool:
 
 
 def _multiplies_groups(x: Tensor) -> bool:
-    """Whether the device has a kernel for all groups at once, whatever their sizes: bf16 on NVIDIA's GPUs since Ampere."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    """Whether the device has a kernel for all groups at once, whatever their sizes: bf16 on Hopper and on Blackwell's data-centre
+    GPUs. On others torch waits for the sizes in each matmul and loops over groups (pytorch PR 194227)."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
 
 
 def takes_grouped_matmul(x: Tensor) -> bool:

@@ -61,7 +61,7 @@ from framework.parallel.zero.parameters import ParameterSync
 from framework.parallel.zero.plan_buffers import shard_over_batch
 from framework.recipe.derive import compiles
 from framework.recipe.schema import Recipe
-from framework.torch_private import compiler_config
+from framework.torch_private import allow_graphs, compiler_config
 
 # Graphs of one layer: in training and in validation, each with an attention mask and without (rows of one document each).
 GRAPHS_PER_LAYER = 4
@@ -85,7 +85,7 @@ def compile_layers(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) ->
     guards on what counts or changes from step to step, and one set of graphs serves all layers that are alike.
     """
     if layers := compiled_layers(model, plan):
-        _allow_graphs(GRAPHS_PER_LAYER * len(layers))
+        _prepare_compiler(GRAPHS_PER_LAYER * len(layers))
     for name, layer in layers.items():
         for _, module, form in find_experts(layer):
             experts: Any = module
@@ -152,13 +152,11 @@ def _find_graph_end(layer: nn.Module, plan: StagePlan, keeps_named: bool) -> str
     return None
 
 
-def _allow_graphs(count: int) -> None:
-    """Have torch keep at least so many graphs of one function. Layers may differ in a number (diffllama's lambda_init), and by
-    default torch gives up after eight: it warns in the log and runs the others uncompiled."""
-    config = compiler_config()
-    config.recompile_limit = max(config.recompile_limit, count)
+def _prepare_compiler(count: int) -> None:
+    """Have torch keep a graph for each layer: they may differ in a number (diffllama's lambda_init)."""
+    allow_graphs(count)
     # Slots hang on a region's input (`tensor/borders.py`), also within a graph's checkpoint.
-    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    compiler_config().skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 
 def cut_to_stage(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> Layouts:

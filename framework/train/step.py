@@ -114,7 +114,7 @@ class TrainingRun:
     def held(self) -> Tensor:
         """[trained parameters of the model] fp64 on the device: 1 for each that this rank trains."""
         held = torch.zeros(len(self.parameter_index), dtype=torch.float64)
-        held[[each.index for each in self.trained]] = 1
+        held[torch.tensor([each.index for each in self.trained], dtype=torch.int64)] = 1
         return upload(held, self.mesh.device)
 
 

@@ -175,6 +175,22 @@ def only_transfer_sends_to_devices(source: Source) -> Iterator[Breach]:
                 yield node.lineno, "a copy that makes the host wait: send it by comm/transfer.py"
 
 
+def no_index_is_a_list(source: Source) -> Iterator[Breach]:
+    """In the rooms of a step nothing is indexed by a list of numbers: torch sends it from pageable memory, and waits."""
+    if source.room not in ("parallel", "optim", "model", "comm", "train"):
+        return
+    statements = [node for node in source.nodes if isinstance(node, ast.stmt)]
+    named = {name for node in statements for name, value in _bindings(node) if _is_list(value)}
+    for node in source.nodes:
+        if isinstance(node, ast.Subscript) and (_is_list(node.slice) or dotted(node.slice) in named):
+            yield node.lineno, "an index that is a list makes the host wait: write to each place"
+
+
+def _is_list(value: ast.expr) -> bool:
+    is_of_names = isinstance(value, ast.List) and any(isinstance(getattr(x, "value", None), str) for x in value.elts)
+    return isinstance(value, ast.List | ast.ListComp) and not is_of_names
+
+
 def only_torch_private_knows_private_names(source: Source) -> Iterator[Breach]:
     """Private names of torch stand in torch_private.py only: of its modules, and of its objects where the file does not bind such
     a name itself. `torch._foreach_*` is documented."""
@@ -299,6 +315,7 @@ LAWS: tuple[Law, ...] = (
     the_oracle_shares_nothing,
     only_comm_communicates,
     only_transfer_sends_to_devices,
+    no_index_is_a_list,
     only_torch_private_knows_private_names,
     mesh_is_integers,
     recipe_is_instant,

@@ -40,6 +40,8 @@ BREACHES = [
     ("only_transfer_sends_to_devices", "train/step.py", "sums = torch.tensor([0.0], device=device)"),
     ("only_transfer_sends_to_devices", "train/step.py", "x = x.to(device, non_blocking=True)"),
     ("only_transfer_sends_to_devices", "data/loader.py", "x = x.pin_memory()"),
+    ("no_index_is_a_list", "parallel/attention/ring.py", "sums[[each for each in range(4) if each > 1]] = 0"),
+    ("no_index_is_a_list", "parallel/zero/parameters.py", "filled = [1, 2]\nlargest[filled] = found"),
     *(
         ("only_torch_private_knows_private_names", "train/step.py", text)
         for text in (

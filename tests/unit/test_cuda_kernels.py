@@ -3,20 +3,30 @@ that a wrong call shows. Whether a GPU's operators keep to it, `find_fault` asks
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
+from framework.comm.communicator import Communicator
 from framework.errors import ModelError
+from framework.mesh.token_layout import ContextSlices
+from framework.mesh.topology import Axis
+from framework.model.kept_outputs import KeptOutputs
+from framework.parallel.activation_checkpointing import CheckpointedForward
 from framework.parallel.attention import block_attention, cuda_kernels
+from framework.parallel.attention.attention import ContextAttention, attend_in_graph
 from framework.parallel.attention.block_attention import AttentionBlock, BlockAttention, find_fault
 from framework.parallel.attention.cuda_kernels import CudaFlash, CudnnFlash, FlexKernel, make_block_mask
 from framework.parallel.attention.kernels import CpuFlash, Heads, Kernel, Packing, TileKernel
 from framework.parallel.attention.visible_rows import Documents, PieceKind, Scores
+from framework.torch_private import compiler_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 Bounds = tuple[Tensor | None, Tensor | None, int, int]
@@ -141,6 +151,36 @@ def test_a_kernel_computes_what_the_tiles_do(kernel: Kernel) -> None:
     assert find_fault(kernel, CPU, torch.float64) is None
 
 
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_kernel_that_autograd_differentiates_works_where_layers_call_it(
+    is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the operator of a compiled layer, below autograd; and in a checkpointed forward, whose hooks compute it again."""
+    monkeypatch.setattr(
+        BlockAttention, "_candidates", lambda *_: (FlexKernel(0.7, attend_plainly),) if is_played else ()
+    )
+    monkeypatch.setattr(FlexKernel, "dtypes", (torch.float64,))
+    axes = [Communicator(Axis(name, 1, 0)) for name in ("ulysses", "ring")]
+    generator = torch.Generator().manual_seed(2)
+    drawn = [torch.randn(2, heads, 40, 8, generator=generator, dtype=torch.double) for heads in (4, 2, 2)]
+    scores, found = Scores(0.3, softcap=0.7), []
+    is_played = False
+    for is_played in (False, True):
+        attention = ContextAttention(ContextSlices(40), *axes, "ring", BlockAttention())
+        attention.give_number()
+        q, k, v = (x.clone().requires_grad_() for x in drawn)
+        if is_compiled:
+            out = attend_in_graph(attention, q, k, v, scores, None, None)
+        else:
+            kept = KeptOutputs(["attention"], catches=True)
+            attention.keep_outputs(kept, "attention")
+            out = CheckpointedForward(lambda *heads: attention(*heads, scores).sin(), kept, False)(q, k, v).asin()  # noqa: B023
+        found.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+        assert list(attention.block._faults.values()) == [None] * is_played
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.usefixtures("plays_cuda")
 def test_a_window_that_is_one_row_too_wide_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
@@ -205,6 +245,40 @@ def test_flex_attention_takes_what_it_is_given() -> None:
     assert wanted is not None
     found = FlexKernel(0.5, attend).forward_packed(block.heads, block.packing, 0.3)
     assert max((a - b).abs().max() for a, b in zip(found, wanted, strict=True)) < 1e-5
+
+
+def test_flex_attention_stays_compiled_for_more_forms_than_torch_keeps_by_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behind torch's limit it would compute scores of all pairs, and only say so in the log."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    cuda_kernels._compiled.cache_clear()
+    counters.clear()
+    with compiler_config().patch(recompile_limit=3):
+        for n in range(16, 21):
+            q, k, v = (torch.randn(1, 2, n, 16) for _ in range(3))
+            cuda_kernels.attend_compiled(q, k, v, None, None, 0.3)
+    cuda_kernels._compiled.cache_clear()
+    assert counters["stats"]["unique_graphs"] == 5
+
+
+@pytest.mark.parametrize(("softcap", "expected"), [(None, (CudnnFlash, CudaFlash)), (30.0, (FlexKernel, TileKernel))])
+def test_nothing_is_built_for_documents_that_begin_on_another_rank(
+    softcap: float | None, expected: tuple[type, type], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their pieces are of other sizes in each microbatch."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(BlockAttention, "_works", lambda *_: True)
+    q, k, v = (torch.empty(1, 2, 20, 16, dtype=torch.bfloat16) for _ in range(3))
+    q = SimpleNamespace(device=CUDA, dtype=q.dtype, shape=q.shape)  # type: ignore[assignment]
+    scores, documents = Scores(0.3, softcap=softcap), Documents(((0, 13, 31),), 40)
+
+    def choose(k_rows: tuple[int, int], documents: Documents | None) -> type:
+        return type(BlockAttention()._kernel(AttentionBlock(Heads(q, k, v), (20, 40), k_rows, scores, documents)))
+
+    assert (choose((0, 20), None), choose((0, 20), documents)) == expected
+    assert {choose((20, 40), each) for each in (None, documents)} == {expected[0]}
 
 
 def test_a_kernel_that_is_wrong_on_a_gpu_is_an_error(

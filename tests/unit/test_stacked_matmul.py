@@ -1,10 +1,14 @@
 """Matmuls of stacked weights: each group of rows with its own matrix, on any kernel."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from framework.model import matmul
 from framework.model.matmul import (
     RowGroups,
     accumulate_stacked_matmul,
@@ -75,3 +79,15 @@ def test_memory_that_starts_between_16_bytes_and_no_rows_are_left_to_the_loop() 
     assert takes_grouped_matmul(memory[:-1].view(4, 8, 8))
     assert not takes_grouped_matmul(memory[1:].view(4, 8, 8))
     assert not takes_grouped_matmul(memory[:0].view(0, 8))
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_fused"), [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)]
+)
+def test_torchs_grouped_kernel_is_called_where_there_is_one(
+    capability: tuple[int, int], is_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere it is a loop that waits for the sizes in each matmul."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    x: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda"))
+    assert matmul._multiplies_groups(x) == is_fused

@@ -5,8 +5,10 @@ Counted on the CPU, where waits cost nothing, by what the calls are.
 
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -258,3 +260,21 @@ def test_on_a_cpu_nothing_is_copied() -> None:
     x: Tensor = torch.ones(3)
     assert upload(x, CPU) is x
     assert pin(x, CPU) is x
+
+
+class CudaDevice:
+    type = "cuda"
+
+
+def test_all_saves_copy_in_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 32 that torch deals out in turn, to NCCL as well."""
+    made: list[str] = []
+    device: Any = CudaDevice()
+    monkeypatch.setattr(transfer, "Arrival", lambda device: SimpleNamespace(wait=lambda: made.append("waits")))
+    monkeypatch.setattr(transfer, "choose_current", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append("stream"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    for _ in range(3):
+        with transfer.Moment(device).copies():
+            made.append("copies")
+    assert made == ["stream", *["waits", "copies"] * 3]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from framework.comm import fused
-from framework.comm.codec import CODES, BlockCodec
+from framework.comm import codec, fused
+from framework.comm.codec import CODES, FP8_CODES, BlockCodec
 from framework.comm.fused import Fused
 from framework.errors import ModelError
 from framework.mesh.layout import Box, Layout, Shard
@@ -39,7 +40,7 @@ from tests.interpreted_triton import DEVICE, FOLDER, fused_kernels, interpreted_
 pytestmark = IN_TURN
 
 ONE_RANK = unconnected(Topology(), 0)["tp"]
-ALL = [LOSS, CASTS, BITS, CODES, ROWS]
+ALL = [LOSS, CASTS, BITS, CODES, FP8_CODES, ROWS]
 EACH = pytest.mark.parametrize("kernels", ALL, ids=lambda each: each.name)
 
 
@@ -95,6 +96,18 @@ def test_a_wrong_kernel_is_an_error(kernels: Fused[Any], wrong: Any) -> None:
         fused._choose(Fused("right", kernels.plain, kernels.load, kernels.compute, kernels.is_exact), DEVICE)
         is not None
     )
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)])
+def test_kernels_with_fp8_are_torchs_where_triton_has_none(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(fused, "_choose", lambda kernels, device: "Triton's")
+    numbers: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32, ndim=1, numel=lambda: 1)
+    fp8 = [CASTS.on(numbers.device), codec._form_for("fp8", numbers)]
+    assert fp8 == (["Triton's"] * 2 if capability >= (8, 9) else [CASTS.plain, FP8_CODES.plain])
+    assert codec._form_for("int8", numbers) == "Triton's"
 
 
 def test_without_triton_torch_computes_and_it_is_said_once(
@@ -396,7 +409,7 @@ def test_launches_of_a_chunk_of_the_loss_of_a_factor_and_of_an_update() -> None:
 
 
 @pytest.mark.grid
-def test_kernels_compile_for_a_hopper() -> None:
+def test_kernels_compile_for_an_ampere_and_a_hopper() -> None:
     """By Triton's own compiler and its assembler, which need no GPU; not interpreted, so in a process of its own."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = os.pathsep.join([os.getcwd(), str(FOLDER), str(TORCHAO)])
@@ -404,7 +417,7 @@ def test_kernels_compile_for_a_hopper() -> None:
     environment["PYTHONPATH"] = path
     done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 23, done.stdout
+    assert len(done.stdout.splitlines()) == 40, done.stdout
 
 
 # --- codes of messages

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from framework.comm.fused import compute_apart
 from framework.errors import ModelError
 from framework.mesh.token_layout import Interval
 from framework.model.precision import sums_dtype
@@ -37,6 +38,9 @@ log = logging.getLogger(__name__)
 TILES_OF_GPU = 512
 # The flash kernels of a device, the one to take first; behind them stand the tiles.
 FLASH: dict[str, tuple[CpuFlash | CudaFlash, ...]] = {"cpu": (CpuFlash(),), "cuda": (CudnnFlash(), CudaFlash())}
+# Kernels that are built for each shape, in a second or more, and kept. Documents that begin on another rank are pieces of other
+# sizes in each microbatch.
+BUILT_BY_SHAPE = (CudnnFlash, FlexKernel)
 # Added to the score of a key that is not chosen. Finite: all keys of a piece may be, and what such a piece gives is merged with
 # the weight exp(HIDDEN) = 0.
 HIDDEN = -1e30
@@ -198,9 +202,11 @@ class BlockAttention:
         q, v, softcap = block.heads.q, block.heads.v, block.scores.softcap
         # Heads of unequal sizes are filled up to the wider one.
         width = max(q.shape[-1], v.shape[-1])
+        has_any_size = block.documents is not None and block.q_rows != block.k_rows
         for kernel in self._candidates(q.device, softcap):
             if (
-                q.dtype in kernel.dtypes
+                not (has_any_size and isinstance(kernel, BUILT_BY_SHAPE))
+                and q.dtype in kernel.dtypes
                 and width <= (kernel.widest or width)
                 and self._works(kernel, q.device, q.dtype)
             ):
@@ -267,6 +273,10 @@ def find_fault(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str 
 
     Kernels differ between versions of torch and devices, and an error would show in the loss only.
     """
+    return compute_apart(device, _find_fault, kernel, device, dtype)
+
+
+def _find_fault(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str | None:
     # Values narrower than keys, and more keys than queries: kernels differ most in what is not square.
     square, oblong = _draw(48, 16, device, dtype), _draw(96, 8, device, dtype)
     try:

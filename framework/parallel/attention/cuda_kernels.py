@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from framework.parallel.attention.kernels import Heads, Packing, Result, TileKernel, pad, pad_heads
 from framework.parallel.attention.visible_rows import PieceKind
-from framework.torch_private import cudnn, cudnn_backward, flash, flash_backward, without_modes
+from framework.torch_private import allow_graphs, cudnn, cudnn_backward, flash, flash_backward, recording, without_modes
 
 # Heads are filled up with zeros to a multiple of so many features.
 HEAD_MULTIPLE = 8
@@ -145,6 +145,8 @@ def _find_sight(packing: Packing) -> dict[str, int]:
 # (q, k, v, score_mod, block mask, scale) -> (out [B, H, n, Dv], log-sum-exp [B, H, n]).
 Attend = Callable[[Tensor, Tensor, Tensor, Any, BlockMask | None, float], tuple[Tensor, Tensor]]
 BLOCK = 128
+# Sizes of queries and keys, with and without a mask, forward and backward: more than a run has.
+FORMS = 128
 
 
 def attend_compiled(
@@ -159,7 +161,9 @@ def attend_compiled(
 
 @cache
 def _compiled() -> Any:
-    # One for all layers. Shapes are static: a run has few, and static ones give the faster kernel.
+    # One for all layers. Shapes are static: a run has few, and static ones give the faster kernel. Behind the limit torch
+    # computes the scores of all pairs, with a warning in the log.
+    allow_graphs(FORMS)
     return torch.compile(flex_attention, dynamic=False)
 
 
@@ -212,7 +216,8 @@ class FlexKernel:
         self, heads: Heads, result: Result, mask: BlockMask | None, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         leaves = tuple(x.detach().requires_grad_() for x in (heads.q, heads.k, heads.v))
-        with torch.enable_grad():
+        # Also within the operator of a compiled layer, where autograd otherwise records nothing.
+        with recording():
             out, log_sum = self._attend(Heads(*leaves), mask, scale)
         # Gradients of the merged result, as this block's own backward has to be given them.
         weight = torch.exp(log_sum.detach() - result.log_sum)[..., None]

@@ -18,7 +18,6 @@ it would show in the loss only. What a kernel does not take torch's operations c
 
 import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
 from types import MappingProxyType
@@ -28,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from framework.comm.fused import compute_apart
 from framework.errors import ModelError
 from framework.mesh.token_layout import ContextSlices
 from framework.model.units import (
@@ -205,9 +205,8 @@ class Libraries:
             return plain(pieces, *args, **kwargs)
         kernel, key = KERNELS[name], (name, args[0].device, pieces.is_whole)
         if key not in self._found:
-            # A thread of its own knows no checkpointing and no autocast: they would keep what is computed to compare.
-            with ThreadPoolExecutor(1) as thread:
-                self._found[key] = thread.submit(_find, kernel, plain, pieces.is_whole, args, kwargs).result()
+            of_call = kernel, plain, pieces.is_whole, args, kwargs
+            self._found[key] = compute_apart(args[0].device, _find, *of_call)
         function = self._found[key]
         found = None if function is None else kernel.call(function, pieces, *args, **kwargs)
         return plain(pieces, *args, **kwargs) if found is None else found
@@ -215,10 +214,6 @@ class Libraries:
 
 def _find(kernel: LibraryKernel, plain: Any, is_whole: bool, args: Any, kwargs: Any) -> Callable[..., Any] | None:
     """The function of a library; None where it is not installed."""
-    if args[0].is_cuda:
-        torch.cuda.set_device(args[0].device)
-        # Its stream is another than that which computes what signs are read of.
-        torch.cuda.synchronize()
     try:
         function: Callable[..., Any] = getattr(import_module(kernel.module), kernel.name)
         fault = _find_fault(kernel, function, plain, is_whole, args, kwargs)

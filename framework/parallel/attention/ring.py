@@ -195,7 +195,9 @@ class Gather:
         dtype = sums_dtype(everyone.dtype)
         sums = everyone if dtype == everyone.dtype else torch.empty_like(everyone, dtype=dtype)
         # Sums that are not computed: this rank's own, and those that a window leaves out.
-        sums[[each for each in range(len(sums)) if each not in sources]] = 0
+        for each in range(len(sums)):
+            if each not in sources:
+                sums[each].zero_()
         for source in sources:
             held = coming.of(source)
             held.view(sums[source]).set(work.differentiate(portion, source, held))

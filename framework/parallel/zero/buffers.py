@@ -407,5 +407,7 @@ def _add_rows(view: Tensor, ids: Tensor, rows: Tensor, is_first: bool) -> None:
 
 def make_buffers(plans: Iterable[BufferPlan]) -> list[UnitBuffer]:
     """The buffers of one stage; without memory until each is allocated."""
+    # One for both directions, so PCIe carries one at a time: a gradient that has come down is behind each earlier upload; the
+    # update that reads it does not write to a pinned shard that is still on its way up.
     transfers = CopyStream()
     return [UnitBuffer(plan, transfers) for plan in plans]

@@ -344,11 +344,9 @@ class Fp8Gather:
 
         views = [buffer.held(slot, buffer.owned(buffer.shard))[1] for buffer in self._buffers for slot in buffer.slots]
         device = self._buffers[0].full.device
-        largest = torch.zeros(len(views), device=device)
-        filled = [index for index, view in enumerate(views) if view.numel()]
-        if filled:
-            found = torch._foreach_norm([views[index] for index in filled], float("inf"))
-            largest[filled] = torch.stack([fetch(each, device) for each in found]).float()
+        filled = [view for view in views if view.numel()]
+        found, zero = iter(torch._foreach_norm(filled, float("inf")) if filled else ()), torch.zeros((), device=device)
+        largest = torch.stack([fetch(next(found), device).float() if view.numel() else zero for view in views])
         axes = self._buffers[0].plan.axes
         for axis in (axes.update, axes.shard):
             all_reduce(largest, axis, "max", label="scales of fp8")
