@@ -24,7 +24,12 @@ from framework.model.shrink import EXPERTS_PER_TOKEN
 from framework.model.units import Unit, count_state, find_mixers
 
 # Kinds of attention to the tokens nearby, and where configs have how many.
-LOCAL_ATTENTIONS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+LOCAL_ATTENTIONS = {
+    **dict.fromkeys(("sliding_attention", "hybrid_sliding"), "sliding_window"),
+    "chunked_attention": "attention_chunk_size",
+}
+# Kinds of layers without attention. All others attend, also where an indexer chooses keys: all tiles are computed.
+NO_ATTENTION = ("linear_attention", "conv", "moe", "mlp")
 
 
 @dataclass(frozen=True)
@@ -124,9 +129,8 @@ def attention_width(config: PretrainedConfig) -> int:
 
 def attention_reach(config: PretrainedConfig, context: int) -> list[int]:
     """The number of tokens that a query sees, by layer; 0 for linear attention and state-space layers."""
-    reaches = {"full_attention": context, "hybrid": context} | dict.fromkeys(LOCAL_ATTENTIONS, context)
-    reaches |= {kind: min(reach, context) for kind, reach in _local_reaches(config).items()}
-    return [reaches.get(kind, 0) for kind in _layer_types(config)]
+    reaches = {kind: min(reach, context) for kind, reach in _local_reaches(config).items()}
+    return [0 if kind in NO_ATTENTION else reaches.get(kind, context) for kind in _layer_types(config)]
 
 
 def attention_masks(config: PretrainedConfig, context: int, packs: bool) -> tuple[str | None, ...]:
