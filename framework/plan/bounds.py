@@ -65,7 +65,7 @@ class MemoryBounds:
         gradients = np.minimum(reduced + sharded // c.batch, whole) * (
             0 if pipelines.recipe.model.freeze or pipelines.recipe.adapter.is_used else GRADIENT_BYTES
         )
-        states = read * pipelines.compute.itemsize + gradients + pipelines.workspace + pipelines.outside(c)
+        states = read * pipelines.compute.itemsize + gradients + pipelines.workspace + pipelines.outside(c, True)
         moving = c.sequences * (working + kept * layers + of_group * groups + of_neighbour * is_long)
         found: np.ndarray = states + moving + (FRAGMENTATION * moving).astype(np.int64)
         return found

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from framework.cli import main
+from framework.comm.groups import choose_backends, plan_groups
 from framework.errors import RecipeError
 from framework.plan import pages
 from framework.plan.advice import describe_verdict
@@ -18,6 +19,7 @@ from framework.plan.forecast_plan import BY_DATA_SHEETS, forecast_plan, measure_
 from framework.plan.plan import make_plan
 from framework.plan.plan_text import describe_run, save_schedule
 from framework.plan.shape import make_shape
+from framework.plan.state_bytes import COMMUNICATOR_BYTES, CONTEXT_BYTES, MESSAGES_BYTES
 from framework.plan.time import TimeModel
 from framework.recipe.compose import compose, compose_for_nodes
 from framework.recipe.schema import Recipe
@@ -183,3 +185,23 @@ def test_every_kind_of_bytes_is_in_some_link_of_the_page() -> None:
     words = [*TINY, "launch.device=cuda", "launch.ranks=2", "optim=muon"]
     kinds = [kind for _, _, kinds in pages.LINKS.values() for kind in kinds]
     assert sorted(measure_traffic(check_layout(compose(words).require()), 0)) == sorted(kinds)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("zero.quantize_gather=int8", "zero.secondary_shard=node", "zero.quantize_reduce=int4"),
+        ("parallel.pp=2", "pipeline.schedule=zbv", "zero.stage=1"),
+    ],
+    ids=("second copies and codes in two levels", "both ends of a pipeline on one rank"),
+)
+def test_buffers_of_nccl_are_those_of_the_groups_that_a_run_makes(words: tuple[str, ...]) -> None:
+    nodes = ("model=llama3_2_1b", "launch=slurm", "launch.nodes=4", "launch.ranks=32", "launch.device=cuda")
+    shared = ("cluster=h100_ib", "precision=bf16", "zero.stage=3", "batch.sequences_per_step=64")
+    plan = check_layout(compose([*nodes, *shared, *words]).require())
+    groups = plan_groups(plan.topology.outlines(), choose_backends("cuda", is_debug=False))
+    sizes = [MESSAGES_BYTES if each.only_messages else COMMUNICATOR_BYTES for each in groups]
+    assert plan.memory(0).outside == CONTEXT_BYTES + sum(sizes)
+    assert len(sizes) == len(set(plan_groups(plan.topology.axes(0), choose_backends("cuda", is_debug=False))))
+    least = plan.memory_model.pipelines.outside(plan.candidate.changed({"zero": 0, "shard": 1}), True)
+    assert least <= plan.memory(0).outside
