@@ -170,7 +170,8 @@ class TimeBounds:
         """Seconds of all units for a microbatch."""
         model, times = self.model, self.model.times(c.context)
         units = [(model.layer(c, kind, 0.0), count) for kind, count in self._kinds.items()]
-        units += [(model.end(c, work), 1) for work in (times.embedding(c), times.head(c, is_chunked))]
+        ends = (times.embedding(c), "embedding"), (times.head(c, is_chunked), "head")
+        units += [(model.end(c, work, name), 1) for work, name in ends]
         return sum(count * each.seconds for each, count in units)
 
     def stages(self, c: Candidate) -> float:

@@ -23,7 +23,6 @@ from framework.model.borders import Border
 from framework.model.chunked_loss import LogitMap
 from framework.model.flops import (
     ModelSize,
-    flops_per_token,
     measure_model,
     unit_flops,
 )
@@ -163,7 +162,7 @@ class Plan:
     @cached_property
     def flops_per_token(self) -> float:
         """FLOPs of forward and backward, of the whole model."""
-        return flops_per_token(self.whole, self.derived.context)
+        return self.shape.flops_per_token(self.derived.context)
 
     @property
     def vocabulary_size(self) -> int:

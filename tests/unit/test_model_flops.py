@@ -15,6 +15,7 @@ from framework.model.flops import (
     flops_per_token,
     measure_model,
 )
+from framework.model.units import find_units
 
 # hidden 8, 2 heads of 4, 1 kv head, 3 layers, intermediate 10, vocabulary 97
 SMALL = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 3,
@@ -137,3 +138,20 @@ def test_layers_with_heads_of_their_own_are_counted_by_layer():
         num_attention_heads=2, head_dim=8, per_layer_config={1: {"head_dim": 16}},
     )  # fmt: skip
     assert attended(config, context=10) == [2 * 2 * 8 * 4, 2 * 2 * 16 * 10]
+
+
+def test_frozen_weights_have_no_gradient_and_below_the_first_trained_unit_no_backward_comes():
+    for tied in (False, True):
+        model = build("llama", tie_word_embeddings=tied, **SMALL)
+        units, names = find_units(model), [name for name, _ in model.named_parameters()]
+        whole, layer = flops_per_token(model, 32), ATTENTION + MLP + NORMS
+        assert flops_per_token(model, 32, units, names) == whole
+        second = [name for name in names if "layers.1." not in name]
+        assert whole - flops_per_token(model, 32, units, second) == 2 * layer
+    # The first two layers and the embedding: neither gradient of a weight, nor any in attention.
+    upper = [name for name in names if "layers.2." in name or name.startswith(("model.norm", "lm_head"))]
+    model = build("llama", tie_word_embeddings=False, **SMALL)
+    attention = 2 * 2 * 4 * 32
+    assert whole - flops_per_token(model, 32, find_units(model), [*upper, "lm_head.weight"]) == 2 * 4 * (
+        layer + attention
+    )
