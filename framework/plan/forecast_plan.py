@@ -275,7 +275,9 @@ def forecast_plan(plan: Plan, loads: Mapping[str, Sequence[int]] | None = None) 
     cautions += [doubt for doubt in [describe_estimate(shape, candidate)] if doubt is not None]
     below = sum(not each[1] for name, each in shape.trained.items() if name.startswith("layers."))
     if below:
-        cautions.append(f"the memory has activations of {below} layers below the first trained one, and a run keeps none")
+        cautions.append(
+            f"the memory has activations of {below} layers below the first trained one, and a run keeps none"
+        )
     if plan.whole_mixers:
         mixers = " and ".join(sorted(plan.whole_mixers))
         cautions.append(

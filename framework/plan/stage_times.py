@@ -25,7 +25,7 @@ WHOLE_BACKWARDS = ("gpipe", "1f1b", "interleaved")
 # Steps in which costs are rounded, of the mean forward.
 ROUNDED = 0.125
 Seconds = dict[str, float]
-# Of a unit: (dense, of experts, trained dense, trained of experts).
+# Elements of a unit: (dense, of experts, trained dense, trained of experts).
 Elements = tuple[float, float, float, float]
 
 
