@@ -10,9 +10,9 @@ useful work and is not counted.
 The FLOPs of each unit are the costs by which a pipeline splits the model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import chain, cycle
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -24,7 +24,12 @@ from framework.model.shrink import EXPERTS_PER_TOKEN
 from framework.model.units import Unit, count_state, find_mixers
 
 # Kinds of attention to the tokens nearby, and where configs have how many.
-LOCAL_ATTENTIONS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+LOCAL_ATTENTIONS = {
+    **dict.fromkeys(("sliding_attention", "hybrid_sliding"), "sliding_window"),
+    "chunked_attention": "attention_chunk_size",
+}
+# Kinds of layers without attention. All others attend, also where an indexer chooses keys: all tiles are computed.
+NO_ATTENTION = ("linear_attention", "conv", "moe", "mlp")
 
 
 @dataclass(frozen=True)
@@ -67,41 +72,67 @@ def _find_stacked(model: PreTrainedModel) -> dict[int, int]:
     return {id(each): count for each, count in counted if each.ndim > 1 and each.shape[0] % count == 0}
 
 
-def flops_per_token(model: PreTrainedModel, context: int) -> float:
-    """Training FLOPs per token, forward and backward, with sequences of `context` tokens."""
-    size = measure_model(model)
-    # Frozen weights have no gradient: two multiplications of three.
-    weights = 4.0 * size.multiplied + 2.0 * size.adapters if size.adapters else 6.0 * size.multiplied
-    states = sum(count_state(mixer) for _, mixer in find_mixers(model))
-    return weights + 6.0 * (sum(attended(model.config.get_text_config(), context)) + states)
+def flops_per_token(
+    model: PreTrainedModel, context: int, units: Sequence[Unit] = (), trained: Collection[str] | None = None
+) -> float:
+    """Training FLOPs per token, forward and backward, with sequences of `context` tokens. trained: names of these units' trained
+    parameters; None: all."""
+    if trained is None or all(name in trained for name, _ in model.named_parameters()):
+        states = sum(count_state(mixer) for _, mixer in find_mixers(model))
+        attention = sum(attended(model.config.get_text_config(), context))
+        return 6.0 * measure_model(model).multiplied + 6.0 * (attention + states)
+    forward, found = unit_flops(model, units, context), find_trained(model, units, trained)
+    # A frozen weight has no gradient, two FLOPs fewer; below the first trained unit there is no backward.
+    frozen = _unit_weights(model, units, {id(model.get_parameter(name)) for name in trained})
+    return sum(flops + (2 * flops - 2.0 * frozen[name] if found[name][1] else 0.0) for name, flops in forward.items())
+
+
+def find_trained(
+    model: PreTrainedModel, units: Sequence[Unit], trained: Collection[str]
+) -> dict[str, tuple[float, bool]]:
+    """(trained share of its parameters, does a backward come to it) of each unit, by name. Autograd goes no further back than the
+    first unit with a trained parameter."""
+    found, has_backward, ids = {}, False, {id(model.get_parameter(name)) for name in trained}
+    head = model.get_output_embeddings()
+    for unit in units:
+        own = [model.get_parameter(name) for name in unit.parameters]
+        # A tied weight is the embedding's, and multiplied in the head.
+        own += list(head.parameters()) if unit.name == "head" and head is not None else []
+        numel, of_trained = (sum(each.numel() for each in part) for part in (own, [x for x in own if id(x) in ids]))
+        has_backward = has_backward or of_trained > 0
+        found[unit.name] = (of_trained / numel if numel else 1.0, has_backward)
+    return found
 
 
 def unit_flops(model: PreTrainedModel, units: Sequence[Unit], context: int) -> dict[str, float]:
     """Forward FLOPs per token of each unit, by name: two for each weight in a matmul, and those of its attention."""
-    config, stacked = model.config.get_text_config(), _find_stacked(model)
-    of_layers = iter(attended(config, context))
-    head = model.get_output_embeddings()
+    of_layers, weights = iter(attended(model.config.get_text_config(), context)), _unit_weights(model, units)
     found = {}
     for unit in units:
-        modules = [model.get_submodule(path) for path in unit.modules]
-        multiplied = sum(_count_multiplied(module, config, stacked) for module in modules if module is not head)
-        found[unit.name] = 2.0 * (multiplied + (next(of_layers) if unit.is_layer else 0))
-    # A tied weight belongs to the embedding's unit, but its matmul is in the head.
-    if head is not None:
-        found["head"] += 2.0 * sum(parameter.numel() for parameter in head.parameters())
+        states = sum(count_state(model.get_submodule(path)) for path in unit.modules)
+        found[unit.name] = 2.0 * (weights[unit.name] + states + (next(of_layers) if unit.is_layer else 0))
     return found
 
 
-def _count_multiplied(module: nn.Module, config: PretrainedConfig, stacked: Mapping[int, int]) -> int:
-    """Weights of the module itself, without its children, in a token's matmuls; of stacked experts, those of one token. What it
-    multiplies to carry a state on counts as weights."""
-    if isinstance(module, nn.Embedding):
-        return 0
-    chosen, total = experts_per_token(config), count_state(module)
-    for parameter in module.parameters(recurse=False):
-        count = parameter.numel()
-        total += count * chosen // stacked[id(parameter)] if chosen and id(parameter) in stacked else count
-    return total
+def _unit_weights(
+    model: PreTrainedModel, units: Sequence[Unit], without: Collection[int] = frozenset()
+) -> dict[str, int]:
+    """Weights in a token's matmuls of each unit, by name; of stacked experts, those of one token. without: ids of parameters that
+    do not count."""
+    stacked, chosen = _find_stacked(model), experts_per_token(model.config.get_text_config())
+    head, found = model.get_output_embeddings(), dict.fromkeys([unit.name for unit in units], 0)
+    for unit in units:
+        modules = [each for each in map(model.get_submodule, unit.modules) if each is not head]
+        for parameter in chain.from_iterable(
+            each.parameters(recurse=False) for each in modules if not isinstance(each, nn.Embedding)
+        ):
+            count = parameter.numel() * (id(parameter) not in without)
+            experts = stacked.get(id(parameter)) if chosen else None
+            found[unit.name] += count * (chosen or 1) // experts if experts else count
+    # A tied weight belongs to the embedding's unit, but its matmul is in the head.
+    if head is not None:
+        found["head"] += sum(each.numel() for each in head.parameters() if id(each) not in without)
+    return found
 
 
 def attended(config: PretrainedConfig, context: int) -> list[int]:
@@ -124,9 +155,8 @@ def attention_width(config: PretrainedConfig) -> int:
 
 def attention_reach(config: PretrainedConfig, context: int) -> list[int]:
     """The number of tokens that a query sees, by layer; 0 for linear attention and state-space layers."""
-    reaches = {"full_attention": context, "hybrid": context} | dict.fromkeys(LOCAL_ATTENTIONS, context)
-    reaches |= {kind: min(reach, context) for kind, reach in _local_reaches(config).items()}
-    return [reaches.get(kind, 0) for kind in _layer_types(config)]
+    reaches = {kind: min(reach, context) for kind, reach in _local_reaches(config).items()}
+    return [0 if kind in NO_ATTENTION else reaches.get(kind, context) for kind in _layer_types(config)]
 
 
 def attention_masks(config: PretrainedConfig, context: int, packs: bool) -> tuple[str | None, ...]:

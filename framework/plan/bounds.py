@@ -65,7 +65,7 @@ class MemoryBounds:
         gradients = np.minimum(reduced + sharded // c.batch, whole) * (
             0 if pipelines.recipe.model.freeze or pipelines.recipe.adapter.is_used else GRADIENT_BYTES
         )
-        states = read * pipelines.compute.itemsize + gradients + pipelines.workspace + pipelines.outside(c)
+        states = read * pipelines.compute.itemsize + gradients + pipelines.workspace + pipelines.outside(c, True)
         moving = c.sequences * (working + kept * layers + of_group * groups + of_neighbour * is_long)
         found: np.ndarray = states + moving + (FRAGMENTATION * moving).astype(np.int64)
         return found
@@ -170,7 +170,8 @@ class TimeBounds:
         """Seconds of all units for a microbatch."""
         model, times = self.model, self.model.times(c.context)
         units = [(model.layer(c, kind, 0.0), count) for kind, count in self._kinds.items()]
-        units += [(model.end(c, work), 1) for work in (times.embedding(c), times.head(c, is_chunked))]
+        ends = (times.embedding(c), "embedding"), (times.head(c, is_chunked), "head")
+        units += [(model.end(c, work, name), 1) for work, name in ends]
         return sum(count * each.seconds for each, count in units)
 
     def stages(self, c: Candidate) -> float:

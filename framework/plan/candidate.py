@@ -264,6 +264,21 @@ def topology_of(
     )
 
 
+def full_topology(
+    recipe: Recipe, c: Candidate, embedding_ranks: tuple[int, int], kv: int = 1, matrix: int = 1
+) -> Topology:
+    """`topology_of` with all that the recipe says of axes. embedding_ranks, matrix: as of `Topology`."""
+    # ZeRO's collectives go in two levels: those of gloo do, and sums that NCCL does not make itself.
+    is_coded = recipe.precision.reduce == "bf16" or recipe.zero.quantize_reduce != "none"
+    return replace(
+        topology_of(c, kv, recipe.zero.secondary_shard, recipe.parallel.expert_hierarchical),
+        embedding_ranks=embedding_ranks,
+        ranks_per_node=c.ranks_per_node,
+        two_levels=recipe.launch.device == "cpu" or is_coded,
+        matrix=matrix,
+    )
+
+
 def count_shards(recipe: Recipe, derived: Derived) -> int:
     """Ranks over which ZeRO shards. Stage 0 shards over one rank; `zero.shard_within=null` is everyone."""
     batch, within = derived.dp * derived.cp, recipe.zero.shard_within

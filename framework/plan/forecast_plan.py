@@ -76,7 +76,8 @@ def measure_traffic(plan: Plan, rank: int) -> dict[str, int]:
         plan.of_rank(rank).buffers, plan.groups, unconnected(plan.topology, rank), plan.recipe.optim.muon, META
     )
     reduce_dtype = DTYPES[plan.recipe.precision.reduce]
-    return _parameter_traffic(plan.of_rank(rank).buffers, accumulation, reduce_dtype, lambda _, sent: sent) | {
+    buffers, again = plan.of_rank(rank).buffers, _count_again(plan, rank)
+    return _parameter_traffic(buffers, accumulation, reduce_dtype, lambda _, sent: sent, again) | {
         "matrices": sum(num_bytes for each in matrices for num_bytes in each.bytes_sent.values()),
         "tp": sum(plan.tensor_bytes[number] for number in layers) * accumulation,
         "pp": prod(plan.token_layout(rank).hidden_shape(1)) * messages,
@@ -89,7 +90,8 @@ def measure_leaving(plan: Plan, rank: int) -> dict[str, int]:
     """Bytes of parameters, gradients and tokens on their way to experts that the rank sends to other nodes in a step; those of
     `measure_traffic`."""
     buffers, reduce_dtype = plan.of_rank(rank).buffers, DTYPES[plan.recipe.precision.reduce]
-    found = _parameter_traffic(buffers, plan.derived.accumulation, reduce_dtype, Communicator.least_leaving)
+    least, again = Communicator.least_leaving, _count_again(plan, rank)
+    found = _parameter_traffic(buffers, plan.derived.accumulation, reduce_dtype, least, again)
     axes = unconnected(plan.topology, rank)
     for mixture in mixtures_of(plan, rank):
         hops = zip(("ep_outer", "ep_inner"), sent_over_hops(plan, mixture), strict=True)
@@ -98,14 +100,27 @@ def measure_leaving(plan: Plan, rank: int) -> dict[str, int]:
     return found
 
 
+def _count_again(plan: Plan, rank: int) -> dict[str, int]:
+    """Gathers of the rank's units for backward in a step, by name: of layers to which a backward comes; of the head where its
+    backward does not follow its forward at once, as in gpipe."""
+    accumulation, last = plan.derived.accumulation, len(plan.pipeline.stages) - 1
+    actions = plan.pipeline.lowered(accumulation).ranks[plan.topology.index("pp", rank)]
+    reshards = sum(each.kind is ActionKind.RESHARD and each.stage == last for each in actions)
+    of_layers = {
+        name: accumulation * each[1] for name, each in plan.shape.trained.items() if name.startswith("layers.")
+    }
+    return of_layers | {"head": max(0, reshards - accumulation)}
+
+
 def _parameter_traffic(
     buffers: Sequence[BufferPlan],
     accumulation: int,
     reduce_dtype: torch.dtype,
     count: Callable[[Communicator, int], int],
+    again: Mapping[str, int],
 ) -> dict[str, int]:
     """Bytes that a rank sends in a step for parameters and gradients, as docs/zero.md states them. count: what counts of the
-    bytes that a message sends over an axis.
+    bytes that a message sends over an axis; again: `_count_again`.
 
     With P bytes of a unit, n shards and k microbatches: gathers (n-1)/n P for each time that a resharded unit is used again,
     reductions (n-1)/n P for each time that a gradient is reduced, and 2 (r-1)/r P/n once for each partial axis of r ranks.
@@ -119,12 +134,12 @@ def _parameter_traffic(
             wire = dtypes.reduce_wire(axis, reduce_dtype)
             return numel * reduce_dtype.itemsize if wire is None else wire.message_bytes(numel)
 
-        uses = 1 if lifetimes.keeps_parameters else accumulation * (2 if buffer.unit.startswith("layers.") else 1)
+        uses = 1 if lifetimes.keeps_parameters else accumulation + again.get(buffer.unit, 0)
         sent, inner = buffer.arriving_bytes, axes.secondary.size
         # From the second time in a step on parameters come from the second copy, if there is one.
-        again = uses - 1 if inner > 1 else 0
-        gathers += count(axes.shard, (n - 1) * sent // n) * (uses - again)
-        copies += count(axes.secondary, (inner - 1) * sent // inner) * again
+        nearer = uses - 1 if inner > 1 else 0
+        gathers += count(axes.shard, (n - 1) * sent // n) * (uses - nearer)
+        copies += count(axes.secondary, (inner - 1) * sent // inner) * nearer
         if buffer.is_trained:
             times = 1 if lifetimes.keeps_gradients else accumulation
             reductions += count(axes.shard, (n - 1) * reduced(axes.shard, buffer.numel_part)) * times
@@ -258,6 +273,11 @@ def forecast_plan(plan: Plan, loads: Mapping[str, Sequence[int]] | None = None) 
         cautions.append("the step time is that of pipeline.schedule=1f1b, not of pipeline.table")
         costs = _scale(plan.pipeline.costs, costs)
     cautions += [doubt for doubt in [describe_estimate(shape, candidate)] if doubt is not None]
+    below = sum(not each[1] for name, each in shape.trained.items() if name.startswith("layers."))
+    if below:
+        cautions.append(
+            f"the memory has activations of {below} layers below the first trained one, and a run keeps none"
+        )
     if plan.whole_mixers:
         mixers = " and ".join(sorted(plan.whole_mixers))
         cautions.append(

@@ -40,7 +40,7 @@ LINKS = {
     "dp": (
         ("shard", "replica", "expert_shard", "expert_replica"),
         ("gathers", "reductions"),
-        ("gathers", "reductions to shards", "to replicas"),
+        ("gathers", "gathers of copies", "reductions to shards", "to replicas", "matrices"),
     ),
 }
 
@@ -154,7 +154,13 @@ def draw_timeline(plan: Plan, found: PlanForecast) -> tuple[Rows, int]:
     actions = 2 * len(plan.pipeline.stages)
     most = max(2 * pp, MOST_ACTIONS // actions // pp * pp)
     shown = total if total <= most else most
-    timeline = simulate(plan.pipeline.make(shown), found.costs)
+    if plan.recipe.pipeline.table is None:
+        timeline = simulate(plan.pipeline.make(shown), found.costs)
+    else:  # a table has the actions of one number of microbatches: those that end first are drawn
+        whole = simulate(plan.pipeline.make(total), found.costs)
+        stop = sorted(each.end for own in whole.ranks for each in own)[:MOST_ACTIONS][-1]
+        timeline = Timeline(tuple(tuple(each for each in own if each.end <= stop) for own in whole.ranks))
+        shown = len({each.action.microbatch for own in timeline.ranks for each in own})
     return timeline_rows(timeline, plan.pipeline.rank_of_stage), shown
 
 
@@ -228,7 +234,7 @@ def _describe_sections(plan: Plan, found: PlanForecast, shown: int) -> dict[str,
     is_cut, is_large = shown < derived.accumulation, derived.world > MOST_RANKS
     fewer = f", drawn with {shown} of a step's {derived.accumulation} microbatches" if is_cut else ""
     first = f", the first of {derived.world // derived.ranks_per_node} nodes" if is_large else ""
-    name, limit = plan.pipeline.make(shown).name, show_bytes(forecast.memory.limit)
+    name, limit = plan.pipeline.make(derived.accumulation).name, show_bytes(forecast.memory.limit)
     has_line = is_near(forecast.memory.fullest.reserved, forecast.memory.limit)
     line = f" The line: {limit} of a device." if has_line else f" A device has {limit}."
     red = " Red is what a device does not have." * has_line

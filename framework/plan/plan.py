@@ -23,7 +23,6 @@ from framework.model.borders import Border
 from framework.model.chunked_loss import LogitMap
 from framework.model.flops import (
     ModelSize,
-    flops_per_token,
     measure_model,
     unit_flops,
 )
@@ -57,7 +56,7 @@ from framework.parallel.tensor.regions import mask_of, uses_rng_in_training
 from framework.parallel.zero.buffer_plan import BufferPlan, lifetimes_of
 from framework.parallel.zero.plan_buffers import choose_homes
 from framework.plan.activations import Activations
-from framework.plan.candidate import Candidate, planned_candidate, remember, resolve_target, topology_of
+from framework.plan.candidate import Candidate, full_topology, planned_candidate, remember, resolve_target
 from framework.plan.forecast_memory import MemoryModel, StageMemory
 from framework.plan.messages import find_tensor_messages
 from framework.plan.policies import Counts, refuse_unknown_operations, resolve_chunked_loss, spell, uniform
@@ -163,7 +162,7 @@ class Plan:
     @cached_property
     def flops_per_token(self) -> float:
         """FLOPs of forward and backward, of the whole model."""
-        return flops_per_token(self.whole, self.derived.context)
+        return self.shape.flops_per_token(self.derived.context)
 
     @property
     def vocabulary_size(self) -> int:
@@ -405,22 +404,10 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
 
 def make_topology(recipe: Recipe, config: PretrainedConfig) -> Topology:
     """The recipe's degrees as axes, with the nodes that they lie on. `matrix` is 1 where the recipe leaves it to the plan."""
-    derived = derive(recipe)
-    kv = ranks_per_kv_head(config, derived.tp)
-    shared = recipe.optim.muon.ranks_per_matrix
-    return replace(
-        topology_of(planned_candidate(recipe), kv, recipe.zero.secondary_shard, recipe.parallel.expert_hierarchical),
-        embedding_ranks=_find_embedding_ranks(recipe.pipeline, derived),
-        ranks_per_node=derived.ranks_per_node,
-        two_levels=_sums_in_two_levels(recipe),
-        matrix=shared if recipe.optim.name == "muon" and shared != "auto" else 1,
-    )
-
-
-def _sums_in_two_levels(recipe: Recipe) -> bool:
-    """Whether ZeRO's collectives go in two levels: those of gloo do, and sums that NCCL does not make itself."""
-    is_coded = recipe.precision.reduce == "bf16" or recipe.zero.quantize_reduce != "none"
-    return recipe.launch.device == "cpu" or is_coded
+    derived, shared = derive(recipe), recipe.optim.muon.ranks_per_matrix
+    ends = _find_embedding_ranks(recipe.pipeline, derived)
+    matrix = shared if recipe.optim.name == "muon" and shared != "auto" else 1
+    return full_topology(recipe, planned_candidate(recipe), ends, ranks_per_kv_head(config, derived.tp), matrix)
 
 
 def _find_embedding_ranks(settings: schema.Pipeline, derived: Derived) -> tuple[int, int]:

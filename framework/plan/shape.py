@@ -18,7 +18,7 @@ from framework.mesh.layout import Layout
 from framework.mesh.token_layout import ContextSlices, TokenLayout
 from framework.mesh.topology import Topology, count_node_neighbours
 from framework.model.borders import message_width
-from framework.model.flops import ModelSize, flops_per_token, measure_model, unit_flops
+from framework.model.flops import ModelSize, find_trained, flops_per_token, measure_model, unit_flops
 from framework.model.load import build_meta, kept_in_fp32, layer_configs, refuse_fresh_seeds
 from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
 from framework.model.peft import add_adapters
@@ -143,7 +143,7 @@ class StageUnits:
 
 @dataclass(frozen=True)
 class MatrixWork:
-    """Muon's matrices: averages over all parameters of the model."""
+    """Muon's matrices: averages over all trained parameters of the model."""
 
     share: float
     """Share of the parameters that Muon updates; shared: of those that several ranks may share, of heads: that are heads."""
@@ -247,7 +247,7 @@ class ModelShape:
             if len(shape) == 2:
                 shared += size
                 grams += count * sum(min(each) ** 2 for each in form.shapes(form.block(shape)))
-        total = self.size.total
+        total = sum(self.whole.get_parameter(name).numel() for name in self.groups)
         return MatrixWork(numel / total, shared / total, of_heads / total, flops / total, grams / total, dearest)
 
     @remember("dp", "cp", "tp", "pp", "ep", "expert_tp", "shard", "ranks_per_node")
@@ -306,7 +306,12 @@ class ModelShape:
     @remember()
     def flops_per_token(self, context: int) -> float:
         """FLOPs of a token in forward and backward of the whole model: what MFU counts."""
-        return flops_per_token(self.whole, context)
+        return flops_per_token(self.whole, context, self.units, self.groups)
+
+    @cached_property
+    def trained(self) -> Mapping[str, tuple[float, bool]]:
+        """(trained share of its parameters, does a backward come to it) of each unit, by name."""
+        return find_trained(self.whole, self.units, self.groups)
 
     @remember()
     def attentions(self, tp: int, context: int) -> Sequence[AttentionShape | None]:
@@ -380,21 +385,16 @@ class ModelShape:
         fp32 = kept_in_fp32(self.whole, DTYPES[self.recipe.precision.compute])
         names_layers = any(char.isdigit() for pattern in self.recipe.model.tp_plan for char in pattern)
         for number, unit in enumerate(each for each in self.units if each.is_layer):
-            prefix, layer = len(unit.root), next(configs)
+            prefix, layer, get = len(unit.root), next(configs), self.whole.get_parameter
             parameters = [
-                (
-                    name[prefix:],
-                    tuple(self.whole.get_parameter(name).shape),
-                    self.groups.get(name),
-                    name in fp32,
-                    len(self.ties[name]),
-                )
+                (name[prefix:], tuple(get(name).shape), self.groups.get(name), name in fp32, len(self.ties[name]))
                 for name in unit.parameters
             ]
             modules = [(path[prefix:], type(self.whole.get_submodule(path))) for path in unit.modules]
             heads = [getattr(layer, name, None) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")]
             kind = types[number] if number < len(types) else None
-            yield tuple(parameters), tuple(modules), tuple(heads), kind, number if names_layers else 0
+            has_backward = self.trained[unit.name][1]
+            yield tuple(parameters), tuple(modules), tuple(heads), kind, number if names_layers else 0, has_backward
 
     @cached_property
     def _shares_layers(self) -> bool:

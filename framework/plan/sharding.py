@@ -16,7 +16,7 @@ states are copied to the host; a synchronous one until the node's disk has them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 
 from framework.comm.codec import REDUCE_CODECS
@@ -36,15 +36,23 @@ DECODED_BYTES = 3.0
 
 @dataclass(frozen=True)
 class ShardedUnit:
-    """Equal units of a stage. dense, experts: elements of one on a rank before ZeRO; forward, backward: its seconds."""
+    """Equal units of a stage. dense, experts: elements of one on a rank before ZeRO, and those of them that are trained; forward,
+    backward: its seconds, no backward where none comes."""
 
     dense: float
     experts: float
+    trained_dense: float
+    trained_experts: float
     forward: float
     backward: float
     count: int = 1
     is_embedding: bool = False
     is_head: bool = False
+
+    @property
+    def trained(self) -> "ShardedUnit":
+        """The unit with its trained elements alone: those that have gradients."""
+        return replace(self, dense=self.trained_dense, experts=self.trained_experts)
 
 
 @dataclass(frozen=True)
@@ -74,10 +82,13 @@ class Sharding:
     def time(self, units: Sequence[ShardedUnit], c: Candidate, groups: Groups) -> ShardingTime:
         """Seconds of a stage, whose units are in order of computation."""
         of_dense, of_experts = (groups["shard"], groups["replica"]), (groups["expert_shard"], groups["expert_replica"])
-        messages = [
-            self._messages_s(each.dense, each.experts, of_dense, of_experts, c.offloads_parameters) for each in units
-        ]
-        gathers, reductions, sums = ([each[place] for each in messages] for place in range(3))
+        trained = [each.trained for each in units]
+        messages, of_gradients = (
+            [self._messages_s(each.dense, each.experts, of_dense, of_experts, c.offloads_parameters) for each in own]
+            for own in (units, trained)
+        )
+        gathers = [each[0] for each in messages]
+        reductions, sums = ([each[place] for each in of_gradients] for place in (1, 2))
         keeps_parameters = (c.zero < 3 or self.zero.keep_gathered) and not self.keeps_codes
         keeps_gradients = c.zero < 2 or self.zero.accumulate == "local"
         late, hidden = self._forward(units, gathers)
@@ -93,7 +104,7 @@ class Sharding:
             self._messages_s(each.dense, each.experts, *nearer, c.offloads_parameters)[0] if nearer else gather
             for each, gather in zip(units, gathers, strict=True)
         ]
-        reduced = self._copies_s(units, self.gradient_bytes, self.profile.reduce_copies, groups)
+        reduced = self._copies_s(trained, self.gradient_bytes, self.profile.reduce_copies, groups)
         late += copied
         if keeps_parameters:
             gathers_once, hidden_once, per_microbatch, back, hidden_back = late, hidden, 0.0, 0.0, 0.0
@@ -192,8 +203,8 @@ class Sharding:
         late = hidden = 0.0
         behind: float | None = None
         for unit, seconds in zip(reversed(units), reversed(gathers), strict=True):
-            if unit.is_embedding:
-                continue  # its gradient needs no weight
+            if unit.is_embedding or not unit.backward:
+                continue  # an embedding's gradient needs no weight, and below the first trained unit there is none
             # The head is the unit that forward read last: it is still there.
             first = (0.0, 0.0) if behind is None and unit.is_head else hide(seconds, self._share(behind or 0.0))
             others = hide(seconds, self._share(unit.backward))
@@ -206,9 +217,9 @@ class Sharding:
         return seconds * self.profile.hides_gathers
 
     def _tail(self, units: Sequence[ShardedUnit], seconds: Sequence[float]) -> float:
-        """Seconds of the units that backward leaves last: the first layer, and the embedding, whose backward is short."""
+        """Seconds of what backward leaves last: the first layer with gradients, and the embedding, whose backward is short."""
         ends = [value for unit, value in zip(units, seconds, strict=True) if unit.is_embedding]
-        layers = [value for unit, value in zip(units, seconds, strict=True) if not unit.is_embedding]
+        layers = [value for unit, value in zip(units, seconds, strict=True) if value and not unit.is_embedding]
         return sum(ends) + sum(layers[:1])
 
 

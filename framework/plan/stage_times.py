@@ -25,6 +25,8 @@ WHOLE_BACKWARDS = ("gpipe", "1f1b", "interleaved")
 # Steps in which costs are rounded, of the mean forward.
 ROUNDED = 0.125
 Seconds = dict[str, float]
+# Elements of a unit: (dense, of experts, trained dense, trained of experts).
+Elements = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,14 @@ class StageForm:
 class UnitTime:
     """A unit for one microbatch. exposures: of its messages, by axis. grouped: share of its forwards that run a second time to
     bring back the input of another layer (activation checkpointing by groups). launched: seconds in which the host launches a
-    forward, which cannot take less; a backward takes the host twice as long."""
+    forward, which cannot take less; a backward takes the host twice as long. has_backward: whether it has one, which no unit has
+    below the first trained one."""
 
     work: UnitWork
     exposures: Mapping[str, Exposure] = field(default_factory=dict)
     grouped: float = 0.0
     launched: float = 0.0
+    has_backward: bool = True
 
     @cached_property
     def again(self) -> Work:
@@ -65,7 +69,7 @@ class UnitTime:
     @cached_property
     def input(self) -> float:
         """Seconds of its input gradient, recomputation included."""
-        return max(self._input, 2 * self.launched - self.work.weight.total)
+        return max(self._input, 2 * self.launched * self.has_backward - self.work.weight.total)
 
     @property
     def _input(self) -> float:
@@ -81,7 +85,7 @@ class UnitTime:
     def seconds(self) -> float:
         """Seconds of forward and backward where no group of layers is computed again."""
         whole = self.work.total + sum([each.forward + each.backward for each in self.exposures.values()])
-        return max(whole, 3 * self.launched)
+        return max(whole, (1 + 2 * self.has_backward) * self.launched)
 
 
 @dataclass
@@ -108,8 +112,8 @@ class StageTime:
         """Seconds of one microbatch."""
         return self.forward + self.input + self.weight
 
-    def add(self, unit: UnitTime, count: int, elements: tuple[float, float], end: str = "") -> None:
-        """Add equal units. elements: (dense, of experts) of one on a rank, before ZeRO; end: embedding or head, "" for layers."""
+    def add(self, unit: UnitTime, count: int, elements: Elements, end: str = "") -> None:
+        """Add equal units. elements: of one on a rank, before ZeRO; end: embedding or head, "" for layers."""
         work, again = unit.work, unit.again
         self.forward += count * unit.forward
         self.input += count * unit.input

@@ -24,7 +24,7 @@ from framework.parallel.pipeline.pipeline import PipelinePlan
 from framework.parallel.tensor.partition import ranks_per_kv_head
 from framework.parallel.zero.buffer_plan import BufferPlan, GroupSpan, Home, lifetimes_of
 from framework.parallel.zero.plan_buffers import choose_homes
-from framework.plan.candidate import OFFLOADED, Candidate, remember, topology_of
+from framework.plan.candidate import OFFLOADED, Candidate, full_topology, remember, topology_of
 from framework.plan.shape import DEGREES, ModelShape, RankUnit, StageUnits
 from framework.recipe.schema import Offload, Recipe
 
@@ -314,21 +314,29 @@ class Pipelines:
         stated = tuple(layers) if isinstance(layers, list) and len(layers) == each.pp * each.virtual else None
         return self.shape.stages(each.pp, each.schedule, each.virtual, each.context, stated)
 
+    def _owners(self, each: Candidate) -> Sequence[int]:
+        """The rank of each stage."""
+        if self.pipeline is not None:
+            return self.pipeline.rank_of_stage
+        return self.shape.owners(each.pp, each.schedule, each.virtual)
+
     @remember(*PLACES)
     def of_ranks(self, each: Candidate) -> list[list[StageBounds]]:
         """The stages of each rank, in order of computation."""
-        owners: Sequence[int] = self.shape.owners(each.pp, each.schedule, each.virtual)
-        if self.pipeline is not None:
-            owners = self.pipeline.rank_of_stage
-        pairs = list(zip(self.stages(each), owners, strict=True))
+        pairs = list(zip(self.stages(each), self._owners(each), strict=True))
         return [[stage for stage, owner in pairs if owner == rank] for rank in range(each.pp)]
 
-    @remember("pp", "dp", "cp", "tp", "ep", "expert_tp", "ulysses", "shard", "zero")
-    def outside(self, each: Candidate) -> int:
-        """Bytes of the device that are not torch's."""
+    @remember(*PLACES, "dp", "cp", "tp", "ep", "expert_tp", "ulysses", "shard", "zero", "ranks_per_node")
+    def outside(self, each: Candidate, is_least: bool = False) -> int:
+        """Bytes of the device that are not torch's. is_least: at the least, whatever the schedule and wherever states lie."""
         if not self.on_gpus:
             return 0
-        topology = topology_of(each, ranks_per_kv_head(self.shape.config, each.tp))
+        kv, is_muon = ranks_per_kv_head(self.shape.config, each.tp), self.recipe.optim.name == "muon"
+        if is_least:
+            topology = replace(topology_of(each, kv), embedding_ranks=(0, 0))
+        else:
+            owners, matrix = self._owners(each), self.shape.sharing(each)[0] if is_muon else 1
+            topology = full_topology(self.recipe, each, (owners[0], owners[-1]), kv, matrix)
         groups = plan_groups(topology.outlines(), choose_backends("cuda", is_debug=False))
         return CONTEXT_BYTES + sum(MESSAGES_BYTES if each.only_messages else COMMUNICATOR_BYTES for each in groups)
 
@@ -361,7 +369,7 @@ class StateBytes:
 
     pipelines: Pipelines
 
-    @remember(*STAGES, "zero", "shard", "batch", "cp", "ulysses", "states_offloaded")
+    @remember(*STAGES, "zero", "shard", "batch", "cp", "ulysses", "states_offloaded", "ranks_per_node")
     def of_ranks(self, each: Candidate) -> Sequence[PhaseBytes]:
         """Bytes of each rank of the pipeline."""
         outside = self.pipelines.outside(each)

@@ -24,16 +24,26 @@ from framework.model.precision import DTYPES
 from framework.parallel.activation_checkpointing import count_groups
 from framework.parallel.attention import find_stock_attention
 from framework.parallel.pipeline.simulate import Costs
+from framework.parallel.zero.plan_buffers import FROZEN
 from framework.parallel.zero.row_codes import bytes_per_number
 from framework.plan.candidate import Candidate, remember
 from framework.plan.cluster import ClusterRates, Collective
 from framework.plan.exposure import NOTHING, Exposure, Groups, LayerMessages, hide, place_groups
 from framework.plan.forecast_memory import MemoryForecast, MemoryModel
-from framework.plan.operators import LayerTimes, UnitWork, read_operators, typical_document
+from framework.plan.operators import LayerTimes, UnitWork, Work, read_operators, typical_document
 from framework.plan.profile import OURS, OURS_ON_GPUS, Profile, Rates
 from framework.plan.shape import DEGREES, ModelShape, RankUnit
 from framework.plan.sharding import Sharding, Update, expected_goodput
-from framework.plan.stage_times import PipelineTimes, Seconds, StageForm, StageTime, UnitTime, find_length, least_length
+from framework.plan.stage_times import (
+    Elements,
+    PipelineTimes,
+    Seconds,
+    StageForm,
+    StageTime,
+    UnitTime,
+    find_length,
+    least_length,
+)
 from framework.recipe.derive import compiles
 from framework.recipe.schema import Recipe
 
@@ -111,14 +121,22 @@ class TimeModel:
         if compiles(settings):
             self.profile = self.profile.fused()
         self.rates = Rates(cluster, self.profile, dtype, itemsize)
-        gathered = 1.0 if dtype == "fp8" else float(itemsize)
+        wide, base, precision = float(itemsize), settings.adapter.base, settings.precision
+        matrices = [
+            shape.whole.get_parameter(name) for each in shape.units if each.is_layer for name in each.parameters
+        ]
+        share = sum(each.numel() for each in matrices if each.ndim == 2) / shape.size.total
+        gathered = wide if base == "bf16" else wide + (bytes_per_number(base) - wide) * share
         if settings.zero.quantize_gather != "none":
             gathered = BlockCodec(settings.zero.quantize_gather).bytes_per_number
-        base = settings.adapter.base
-        if base != "bf16":
-            gathered = bytes_per_number(base)
-        reduced = float(DTYPES[settings.precision.reduce].itemsize)
-        self.sharding = Sharding(settings.zero, gathered, reduced, cluster, self.profile, base != "bf16")
+        # Linear layers' weights travel as fp8 where they are unsharded for each use and have one scale each (`gather_in_fp8`).
+        is_narrow = dtype == "fp8" and precision.fp8_scaling == "tensor"
+        at_three = wide + (1.0 - wide) * share if is_narrow else gathered
+        reduced, keeps_codes = float(DTYPES[precision.reduce].itemsize), base != "bf16"
+        self.shardings = [
+            Sharding(settings.zero, width, reduced, cluster, self.profile, keeps_codes)
+            for width in (gathered, at_three)
+        ]
         self.update = Update(settings, cluster, self.profile, itemsize, shape)
         self.memory = MemoryModel.of(shape, settings)
 
@@ -263,7 +281,7 @@ class TimeModel:
     def stage(self, c: Candidate, form: StageForm) -> StageTime:
         """A stage with ZeRO's messages."""
         units, profile, groups = self.sum_units(c, form), self.profile, self.groups(c)
-        sharding = self.sharding.time(units.units, c, groups)
+        sharding = self.shardings[c.zero == 3].time(units.units, c, groups)
         forward_gather, backward_gather = sharding.gathers
         hidden = units.hidden | {"shard": sharding.hidden}
         # Copy engines carry transfers to the host and back.
@@ -282,7 +300,9 @@ class TimeModel:
             "contention": profile.stolen * sharding.hidden_once,
         }
         experts = groups["expert_shard"].size
-        owned = sum(each.count * (each.dense / c.shard + each.experts / experts) for each in units.units)
+        owned = sum(
+            each.count * (each.trained_dense / c.shard + each.trained_experts / experts) for each in units.units
+        )
         return replace(
             units,
             forward=forward,
@@ -300,14 +320,14 @@ class TimeModel:
         total, elements, bounds = StageTime(), self._elements(c, form), form.bounds
         times = self.times(c.context)
         if bounds.is_first:
-            total.add(self.end(c, times.embedding(c)), 1, elements["embedding"], "embedding")
+            total.add(self.end(c, times.embedding(c), "embedding"), 1, elements["embedding"], "embedding")
         count = bounds.stop - bounds.start
         grouped = (count - count_groups(count)) / count if c.checkpointing == "sqrt" else 0.0
         for kind, number in form.layers:
             total.add(self.layer(c, kind, grouped), number, elements[kind])
         if bounds.is_last:
             head = times.head(c, self.memory.activations.is_chunked(c))
-            total.add(self.end(c, head), 1, elements["head"], "head")
+            total.add(self.end(c, head, "head"), 1, elements["head"], "head")
         return total
 
     def layer(self, c: Candidate, kind: int, grouped: float) -> UnitTime:
@@ -317,11 +337,25 @@ class TimeModel:
         is_halved = self.settings.parallel.expert_overlap and layer.experts is not None and min(c.ep, c.sequences) > 1
         if is_halved:  # matmuls of half the rows
             work = times.layer(replace(c, sequences=c.sequences // 2), number).times(c.sequences / (c.sequences // 2))
+        work, has_backward = self._leave_out(work, f"layers.{number}")
         own = LayerMessages(layer, work, c, self.groups(c), self.rates, self.settings)
-        offload = {"offload": self._offload(number, work, c)} if c.offloads_activations else {}
-        found = {"tp": own.tp(), "cp": own.cp(), **own.ep(), **offload}
+        offload = {"offload": self._offload(number, work, c)} if c.offloads_activations and has_backward else {}
+        found: dict[str, Exposure] = {"tp": own.tp(), "cp": own.cp(), **own.ep(), **offload}
         launched = self.profile.launch_s(layer.experts.experts // c.ep if layer.experts else None) * (1 + is_halved)
-        return UnitTime(work, {axis: each for axis, each in found.items() if each is not NOTHING}, grouped, launched)
+        exposures = {axis: each for axis, each in found.items() if each is not NOTHING}
+        if not has_backward:
+            exposures, grouped = {axis: Exposure(each.forward) for axis, each in exposures.items()}, 0.0
+        return UnitTime(work, exposures, grouped, launched, has_backward)
+
+    def _leave_out(self, work: UnitWork, name: str) -> tuple[UnitWork, bool]:
+        """(the unit's work without that of gradients which nobody needs, whether a backward comes to it): weight gradients as far
+        as its parameters are frozen, and below the first trained unit all of backward."""
+        share, has_backward = self.shape.trained[name]
+        if not has_backward:
+            return replace(work, input=Work(), weight=Work(), again=Work(), column=0.0, uneven=work.uneven / 3), False
+        return (
+            work if share == 1.0 else replace(work, weight=work.weight.times(share), column=work.column * share)
+        ), True
 
     def _offload(self, number: int, work: UnitWork, c: Candidate) -> Exposure:
         """Exposure of a layer's activations: to the host under the next layer's forward, back under its backward."""
@@ -330,10 +364,11 @@ class TimeModel:
         late_back, hidden_back = hide(seconds, work.backward)
         return Exposure(late, late_back, hidden + hidden_back)
 
-    def end(self, c: Candidate, work: UnitWork) -> UnitTime:
+    def end(self, c: Candidate, work: UnitWork, name: str) -> UnitTime:
         """Embedding or head, with the border of hidden states that a divided vocabulary needs."""
+        work, has_backward = self._leave_out(work, name)
         if c.tp == 1:
-            return UnitTime(work)
+            return UnitTime(work, has_backward=has_backward)
         groups = self.groups(c)
         num_bytes = c.tokens * self.shape.hidden * self.rates.itemsize
         kinds: tuple[Collective, Collective] = ("all_gather", "reduce_scatter")
@@ -342,26 +377,30 @@ class TimeModel:
         else:
             gather, scatter = 0.0, self.cluster.collective("all_reduce", num_bytes, groups["tp"])
         # The embedding's sum leaves in forward, the head's in backward, under its weight gradient.
-        if not work.column:
-            return UnitTime(work, {"tp": Exposure(scatter, gather)})
+        if name == "embedding":
+            return UnitTime(work, {"tp": Exposure(scatter, gather * has_backward)}, has_backward=has_backward)
         late, hidden = hide(scatter, self.profile.hides_tp_gradient * work.column)
         return UnitTime(work, {"tp": Exposure(gather, late, hidden)})
 
     @remember(*DEGREES)
-    def _elements(self, c: Candidate, form: StageForm) -> Mapping[int | str, tuple[float, float]]:
-        """(dense, of experts) of a unit's parameters on a rank, by kind of layer, and of embedding and head."""
+    def _elements(self, c: Candidate, form: StageForm) -> Mapping[int | str, Elements]:
+        """Elements on a rank by kind of layer, and of embedding and head."""
         units = self.shape.stage_units(form.bounds, c)
-        found: dict[int | str, tuple[float, float]] = {"embedding": (0.0, 0.0), "head": (0.0, 0.0)}
+        found: dict[int | str, Elements] = dict.fromkeys(("embedding", "head"), (0.0,) * 4)
         found |= {each.unit.name: self._count(each) for each in units.ends}
-        counted = [(*self._count(each), count) for each, count in units.layers]
+        counted = [(self._count(each), count) for each, count in units.layers]
         if len(counted) == len(form.layers):
-            return found | {kind: each[:2] for (kind, _), each in zip(form.layers, counted, strict=True)}
+            return found | {kind: each for (kind, _), (each, _) in zip(form.layers, counted, strict=True)}
         # Layers that share weights are laid out one by one: each is taken to have the mean.
-        number = sum(count for *_, count in counted)
-        mean = tuple(sum(each[place] * each[2] for each in counted) / number for place in (0, 1))
-        return found | {kind: (mean[0], mean[1]) for kind, _ in form.layers}
+        number = sum(count for _, count in counted)
+        dense, *others = (sum(each[place] * count for each, count in counted) / number for place in range(4))
+        return found | {kind: (dense, others[0], others[1], others[2]) for kind, _ in form.layers}
 
-    def _count(self, unit: RankUnit) -> tuple[float, float]:
+    def _count(self, unit: RankUnit) -> Elements:
         prefixes = tuple(f"{mixture.experts}." for mixture in self.shape.mixtures if mixture.layer == unit.unit.name)
-        of_experts = sum(layout.numel_local for name, layout in unit.layouts.items() if name.startswith(prefixes))
-        return float(unit.numel - of_experts), float(of_experts)
+        counts = [0.0] * 4
+        for name, layout in unit.layouts.items():
+            is_expert = name.startswith(prefixes)
+            counts[is_expert] += layout.numel_local
+            counts[2 + is_expert] += layout.numel_local * (unit.local.groups[name] != FROZEN)
+        return counts[0], counts[1], counts[2], counts[3]

@@ -16,9 +16,10 @@ from framework.comm.connect import connect
 from framework.mesh.topology import Topology
 from framework.model.load import build_meta
 from framework.model.units import Unit, find_units
+from framework.plan.forecast_plan import measure_traffic
 from framework.plan.plan import make_plan
 from framework.recipe.derive import derive
-from framework.recipe.schema import Model, Recipe, Zero
+from framework.recipe.schema import Model, Parallel, Pipeline, Recipe, Zero
 from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.layout import share
@@ -114,8 +115,8 @@ def ways(world: int) -> list[Zero]:
     return all_ways
 
 
-def assert_volumes(pool: RankPool, case: Case, frozen_units: tuple[str, ...] = ()) -> None:
-    by_rank = pool.run(4, measure_volume, case)
+def assert_volumes(pool: RankPool, case: Case, frozen_units: tuple[str, ...] = ()) -> list[dict[str, TrafficReading]]:
+    by_rank: list[dict[str, TrafficReading]] = pool.run(4, measure_volume, case)
     for label, recipe in case.layouts.items():
         expected = expect_volume(case, recipe, frozen_units)
         for rank, step in product(range(recipe.launch.ranks), range(2)):
@@ -129,6 +130,7 @@ def assert_volumes(pool: RankPool, case: Case, frozen_units: tuple[str, ...] = (
                 assert exactly == {name: num_bytes for name, num_bytes in operations.items() if num_bytes}, (
                     f"{label} {axis}"
                 )
+    return by_rank
 
 
 # Every stage that sends parts, over all and over some; each way to accumulate and to update.
@@ -168,4 +170,26 @@ def test_frozen_units_are_gathered_and_not_reduced(pool: RankPool, zeros: list[Z
     """Frozen units at the bottom are read in forward only."""
     model = Model(freeze=["embed_tokens", r"layers\.0\."])
     layouts = {str(zero): replace(small_recipe("fp32", 2, 3, SEQUENCES, None, zero), model=model) for zero in zeros}
-    assert_volumes(pool, Case("", family("llama"), layouts), frozen_units=("embedding", "layers.0"))
+    case = Case("", family("llama"), layouts)
+    by_rank = assert_volumes(pool, case, frozen_units=("embedding", "layers.0"))
+    for rank, (label, recipe) in product(range(2), layouts.items()):
+        assert_planned(case, recipe, rank, by_rank[rank][f"{label}, step 1"])
+
+
+def test_a_head_whose_backward_comes_later_is_gathered_twice(pool: RankPool) -> None:
+    """In gpipe, where all forwards come first. Both pipelines have one microbatch after another in 1f1b."""
+    parallel = {name: (Parallel(pp=2), Pipeline(schedule=name)) for name in ("gpipe", "1f1b")}
+    layouts = {
+        name: replace(small_recipe("fp32", 4, 3, SEQUENCES, None, Zero(3)), parallel=each, pipeline=pipeline)
+        for name, (each, pipeline) in parallel.items()
+    }
+    case = Case("", family("llama"), layouts, {"tie_word_embeddings": False})
+    for rank, found in enumerate(pool.run(4, measure_volume, case)):
+        for name, recipe in layouts.items():
+            assert_planned(case, recipe, rank, found[f"{name}, step 1"])
+
+
+def assert_planned(case: Case, recipe: Recipe, rank: int, found: TrafficReading) -> None:
+    planned = measure_traffic(make_plan(recipe, case.config), rank)
+    sent = sum(num_bytes for operations in found.values() for _, num_bytes in operations.values())
+    assert sent == sum(planned[kind] for kind in ("gathers", "reductions to shards", "to replicas"))

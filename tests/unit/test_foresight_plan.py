@@ -7,16 +7,19 @@ from pathlib import Path
 import pytest
 
 from framework.cli import main
+from framework.comm.groups import choose_backends, plan_groups
 from framework.errors import RecipeError
+from framework.plan import pages
 from framework.plan.advice import describe_verdict
 from framework.plan.candidate import Candidate, resolve_target
 from framework.plan.check import check_layout
 from framework.plan.cluster import ClusterRates
 from framework.plan.forecast_memory import MemoryForecast, MemoryModel, StageMemory
-from framework.plan.forecast_plan import BY_DATA_SHEETS, forecast_plan
+from framework.plan.forecast_plan import BY_DATA_SHEETS, forecast_plan, measure_traffic
 from framework.plan.plan import make_plan
-from framework.plan.plan_text import describe_run
+from framework.plan.plan_text import describe_run, save_schedule
 from framework.plan.shape import make_shape
+from framework.plan.state_bytes import COMMUNICATOR_BYTES, CONTEXT_BYTES, MESSAGES_BYTES
 from framework.plan.time import TimeModel
 from framework.recipe.compose import compose, compose_for_nodes
 from framework.recipe.schema import Recipe
@@ -164,3 +167,41 @@ def test_recorded_loads_of_experts_slow_the_step(tmp_path: Path) -> None:
         read_loads(tmp_path)
     (tmp_path / "expert_loads.jsonl").write_text(json.dumps({"step": 1, "expert_loads": {"0": [3, 3, 1, 1]}}) + "\n")
     assert read_loads(tmp_path) == {"0": [3, 3, 1, 1]}
+
+
+def test_the_page_of_a_long_table_draws_its_first_actions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "MOST_ACTIONS", 42)
+    words = [*TINY, "launch.device=cuda", "launch.ranks=2", "parallel.pp=2", "batch.sequences_per_microbatch=1"]
+    words += ["batch.sequences_per_step=12"]
+    table = tmp_path / "mine.csv"
+    save_schedule(table, check_layout(compose(words).require()).pipeline, 12, "")
+    page = pages.make_page(forecast_plan(check_layout(compose([*words, f"pipeline.table={table}"]).require())))
+    assert len(page.rows["timeline"]) == 42
+    (words_of_timeline,) = (each.words for each in page.sections if each.id == "timeline")
+    assert "Schedule mine.csv, drawn with 11 of a step's 12 microbatches" in words_of_timeline
+
+
+def test_every_kind_of_bytes_is_in_some_link_of_the_page() -> None:
+    words = [*TINY, "launch.device=cuda", "launch.ranks=2", "optim=muon"]
+    kinds = [kind for _, _, kinds in pages.LINKS.values() for kind in kinds]
+    assert sorted(measure_traffic(check_layout(compose(words).require()), 0)) == sorted(kinds)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("zero.quantize_gather=int8", "zero.secondary_shard=node", "zero.quantize_reduce=int4"),
+        ("parallel.pp=2", "pipeline.schedule=zbv", "zero.stage=1"),
+    ],
+    ids=("second copies and codes in two levels", "both ends of a pipeline on one rank"),
+)
+def test_buffers_of_nccl_are_those_of_the_groups_that_a_run_makes(words: tuple[str, ...]) -> None:
+    nodes = ("model=llama3_2_1b", "launch=slurm", "launch.nodes=4", "launch.ranks=32", "launch.device=cuda")
+    shared = ("cluster=h100_ib", "precision=bf16", "zero.stage=3", "batch.sequences_per_step=64")
+    plan = check_layout(compose([*nodes, *shared, *words]).require())
+    groups = plan_groups(plan.topology.outlines(), choose_backends("cuda", is_debug=False))
+    sizes = [MESSAGES_BYTES if each.only_messages else COMMUNICATOR_BYTES for each in groups]
+    assert plan.memory(0).outside == CONTEXT_BYTES + sum(sizes)
+    assert len(sizes) == len(set(plan_groups(plan.topology.axes(0), choose_backends("cuda", is_debug=False))))
+    least = plan.memory_model.pipelines.outside(plan.candidate.changed({"zero": 0, "shard": 1}), True)
+    assert least <= plan.memory(0).outside

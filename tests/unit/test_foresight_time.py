@@ -526,3 +526,43 @@ def test_a_chunked_loss_computes_the_head_again() -> None:
     chunked = replace(DEFAULT, memory=replace(DEFAULT.memory, chunked_loss=True))
     found = forecast_time(shape(), ONE, chunked, machine(), BARE)
     assert found.parts["recomputation"] == pytest.approx(2 * T * HEAD / TFLOPS)
+
+
+def frozen(*patterns: str, **changes: float) -> TimeForecast:
+    recipe = replace(DEFAULT, model=replace(DEFAULT.model, freeze=list(patterns)))
+    c = Candidate(dp=4, context=128)
+    return forecast_time(make_shape(llama(), recipe), c, recipe, machine(**{"rate": 1e9, **changes}), BARE)
+
+
+def test_frozen_weights_are_neither_reduced_nor_updated_and_below_the_first_trained_unit_no_backward_comes() -> None:
+    """Of four equal layers."""
+    patterns = ((), (r"layers\.1\.",), ("embed_tokens", r"layers\.[01]\."))
+    none, second, lower = (frozen(*each) for each in patterns)
+    updates = [frozen(*each, rate=HUGE, memory_rate=1e9).parts["optimizer"] for each in patterns]
+    model = make_shape(llama())
+    of_layer = sum(model.whole.get_parameter(name).numel() for name in model.units[1].parameters)
+    of_head = sum(each.numel() for each in model.whole.get_output_embeddings().parameters())
+    embedding = 512 * 64
+    cases = (second, updates[1], of_layer), (lower, updates[2], 2 * of_layer + embedding)
+    for found, update_s, left_out in cases:
+        share = 1 - left_out / model.size.total
+        assert found.parts["reductions"] == pytest.approx(none.parts["reductions"] * share)
+        assert update_s == pytest.approx(updates[0] * share)
+    # A weight gradient of one layer; weight and input gradients of two.
+    layer, head = (none.parts["matmuls"] - 3 * 2 * 128 * of_head / TFLOPS) / 4, 3 * 2 * 128 * of_head / TFLOPS
+    assert second.parts["matmuls"] == pytest.approx(head + layer * (4 - 1 / 3))
+    assert lower.parts["matmuls"] == pytest.approx(head + layer * (4 - 2 * 2 / 3))
+    assert lower.parts["attention"] == pytest.approx(none.parts["attention"] * 4 / 6, rel=0.1)
+
+
+def test_weights_travel_as_fp8_at_stage_3_with_one_scale_each_alone() -> None:
+    def gathered(scaling: Any, stage: int) -> float:
+        recipe = replace(DEFAULT, precision=schema.Precision(compute="fp8", fp8_scaling=scaling))
+        rates = machine(
+            rate=1e9, peak_flops={"bf16": TFLOPS, "fp8": TFLOPS}, matmul_rate={"bf16": TFLOPS, "fp8": TFLOPS}
+        )
+        c = Candidate(dp=4, shard=4, zero=stage, context=128)
+        return forecast_time(make_shape(llama(), recipe), c, recipe, rates, BARE).parts["gathers"]
+
+    assert gathered("tensor", 1) == gathered("row", 1)
+    assert 0.5 < gathered("tensor", 3) / gathered("row", 3) < 0.8
