@@ -19,6 +19,7 @@ from framework.track.summary import collect_curves, draw
 
 WORDS = (
     "experiment=quickstart",
+    "optim.schedule.final_ratio=0.1",
     "train.stages.a.until_share=0.5",
     "train.stages.b.until_tokens=400000",
     "train.stages.b.batch.context=256",
@@ -51,6 +52,7 @@ def test_a_stage_keeps_what_it_does_not_state() -> None:
 
 RAMP = (
     "experiment=quickstart",
+    "optim.schedule.final_ratio=0.1",
     "model.config.rope_parameters={rope_type: default, rope_theta: 10000.0}",
     "train.stages.a.until_share=0.2",
     "train.stages.grow={until_step: 400, ramp: 4, batch: {context: 256, sequences_per_step: 40}}",
@@ -122,6 +124,25 @@ def test_the_recipe_of_a_checkpoint_is_that_of_its_stage() -> None:
     state = {"recipe": values_of(recipe), "step": 300}
     assert [value_of(read_trained(state), key) for key in ("batch.context", "optim.lr")] == [256, 4e-3]
     assert value_of(read_trained({**state, "step": 250}), "batch.context") == 128
+
+
+def test_a_stage_that_would_train_at_rate_0_is_refused() -> None:
+    words = [
+        "experiment=quickstart",
+        "optim.schedule.final_ratio=0.0",
+        "train.stages={a: {until_step: 50, optim: {schedule: {warmup_steps: 5}}}, b: {}}",
+    ]
+    [problem] = compose(words).problems
+    assert problem.key == "train.stages.b.optim.schedule"
+    assert "its learning rate is 0: the schedule of a stage before has ended with step 50" in problem.message
+    mended = (
+        "train.stages.b.optim.schedule.warmup_steps=0",
+        "optim.schedule.final_ratio=0.1",
+        "train.stages.b.optim.schedule.name=constant",
+    )
+    for word in mended:
+        schedule = split_stages(compose([*words, word]).require())[1].recipe.optim.schedule
+        assert learning_rate(60, schedule, 1.0, 500) > 0
 
 
 def test_names_with_dots_are_read_back_from_a_checkpoint() -> None:
