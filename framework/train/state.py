@@ -15,6 +15,7 @@ from framework.checkpoint.index import Manifest
 from framework.checkpoint.load import form_of, load_checkpoint, load_newest
 from framework.checkpoint.staging import Entry
 from framework.comm.objects import all_gather_object, broadcast_object
+from framework.data.growing import find_next_window
 from framework.data.order import SampleOrder, index_samples
 from framework.errors import StorageError
 from framework.launch.identity import read_trained
@@ -195,16 +196,16 @@ def begin_branch(
 
 
 def count_read(state: RunState, trained: Recipe, recipe: Recipe) -> dict[str, int]:
-    """Samples of `recipe` that a run has read of each source that it has as well. trained: with which it has read the last of
-    them, perhaps of another length."""
+    """Samples of `recipe` behind which it goes on in each source that a run has as well: those that were read, or of another
+    length (of a stream) all up to the next window. trained: with which the run has read the last of them."""
     data, was, now = trained.data, trained.batch.context, recipe.batch.context
     weights = state.weights or {name: source.weight for name, source in data.read.items()}
     order = SampleOrder.of(recipe.train.seed, {name: (weight, 1) for name, weight in weights.items()})
     [num_samples] = index_samples(np.array([state.samples]), state.skipped_samples)
     read = dict(zip(weights, map(int, order.count(int(num_samples))), strict=True))
-    sources = recipe.data.sources
+    sources, total = recipe.data.sources, {name: state.read.get(name, 0) + read.get(name, 0) for name in data.sources}
     return {
-        name: -(-(state.read.get(name, 0) + read.get(name, 0)) * was // now)
+        name: total[name] if was == now else find_next_window(total[name], was, now)
         for name, source in data.sources.items()
         if name in sources and replace(sources[name], weight=source.weight, epochs=source.epochs) == source
     }
