@@ -71,7 +71,7 @@ from framework.train.profiler import StepProfiler, UnitClock
 from framework.train.reference import add_reference
 from framework.train.reports import Reporter, describe_run, open_observers
 from framework.train.saves import Saves
-from framework.train.state import RunState, begin_from
+from framework.train.state import RunState, begin_from, report_new_moments
 from framework.train.validation import Validation, open_evaluation
 
 # In debug mode a rank that starts no collective for so long while others wait is taken for lost.
@@ -237,7 +237,8 @@ def train_stage(stage: RunStage, plan: Plan, prepared: Prepared, saves: Saves, g
         elif resumes:
             state = saves.restore(run)
         elif origin is not None and has_weights:
-            state = begin_from(run, run_dir.name, origin, prepared.fingerprint, recipe)
+            state, new = begin_from(run, run_dir.name, origin, prepared.fingerprint, recipe)
+            report_new_moments(new, f"{origin.run.id}@{origin.step}", mesh.axis("world"))
             broadcast_object(partial(copy_curves, origin, RunDirectory(run_dir), lease), mesh.axis("world"))
         else:
             state = RunState(run_dir.name, prepared.fingerprint)
