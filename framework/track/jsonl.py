@@ -163,7 +163,8 @@ def restore_records(
     if not missing:
         return
     filled = [step for step in missing if step in known]
-    records |= {step: _fill(run, step, *known[step], unix_s) for step in filled}
+    tokens = {0: 0} | {step: record["tokens"] for step, record in records.items()} | {run.start_step: run.start_tokens}
+    records |= {step: _fill(step, _interpolate(tokens, step), *known[step], unix_s) for step in filled}
     lines = (json.dumps(encode(records[step]), allow_nan=False) + "\n" for step in sorted(records))
     lease.write(path, "".join(lines).encode())
     print(
@@ -184,15 +185,16 @@ def find_missing(steps: Sequence[int], last_step: int, every_steps: int) -> list
     return [step for first, stop in gaps for step in range(first + 1, stop) if step % every_steps == 0]
 
 
-def _fill(run: RunInfo, step: int, loss: float, gradient_norm: float, unix_s: float) -> dict[str, Any]:
-    """A record of a step of which only loss and gradient norm are known; other numbers are NaN."""
+def _interpolate(tokens: Mapping[int, int], step: int) -> int:
+    """Tokens at a step between those of the nearest steps that are known: exact within a stage of a run."""
+    first, stop = max(each for each in tokens if each < step), min(each for each in tokens if each >= step)
+    return tokens[first] + (tokens[stop] - tokens[first]) * (step - first) // (stop - first)
+
+
+def _fill(step: int, tokens: int, loss: float, gradient_norm: float, unix_s: float) -> dict[str, Any]:
+    """A record of a step of which only tokens, loss and gradient norm are known; other numbers are NaN."""
     required: dict[str, Any] = {each.name: math.nan for each in fields(StepReport) if _is_required(each)}
-    known: dict[str, Any] = {
-        "step": step,
-        "loss": loss,
-        "gradient_norm": gradient_norm,
-        "tokens": step * run.tokens_per_step,
-    }
+    known: dict[str, Any] = {"step": step, "loss": loss, "gradient_norm": gradient_norm, "tokens": tokens}
     report = StepReport(**{**required, **known, "tokens_per_s_per_rank": (), "mfu": None})
     return {**metrics_of(report), "unix_s": unix_s, "filled": True}
 

@@ -82,6 +82,7 @@ class RunInfo:
     config: dict[str, Any]  # the recipe as plain dicts, without secrets (`recipe/environment.py`)
     total_steps: int
     start_step: int = 0  # steps done before this process took over
+    start_tokens: int = 0  # on which it was trained then
     stages: dict[str, int] = field(default_factory=dict)  # by name, steps done before each begins
     tokens_per_step: int = 0
     accumulation: int = 1  # microbatches of a rank in a step

@@ -247,7 +247,7 @@ def train_stage(stage: RunStage, plan: Plan, prepared: Prepared, saves: Saves, g
         return None
     _settle_identity(stage.whole, prepared, mesh, lease, state)
     state.weights = {source.name: source.weight for source in prepared.sources}
-    info = describe_run(stage.whole, plan, prepared, mesh, run_dir, state.step)
+    info = describe_run(stage.whole, plan, prepared, mesh, run_dir, state)
     watchdog.progress.pace = StepPace()  # of other steps
     saver = saves.open(state.step)
     phases.begin(Phase.STEP, state.step)
