@@ -258,7 +258,8 @@ def train_stage(stage: RunStage, plan: Plan, prepared: Prepared, saves: Saves, g
     observers = open_observers(recipe, run_dir, info, lease, state.spikes.seen) if mesh.rank == 0 else Observers()
     # One of the ranks that read the same samples writes them.
     is_writer = all(mesh.axis(name).rank == 0 for name in ("pp", "cp", "tp"))
-    samples = SampleLedger(run_dir, mesh.axis("dp").rank if is_writer and recipe.track.sample_ledger else None)
+    writer = mesh.axis("dp").rank if is_writer and recipe.track.sample_ledger else None
+    samples = SampleLedger(run_dir, writer, stage.start)
     _begin_samples(samples, plan, mesh, run_dir, state.samples)
     say = watchdog.say if mesh.rank == 0 else None
     loader = _open_loader(plan, prepared, mesh, state, [phases.observer.read_batch, samples.note], say)
