@@ -223,6 +223,11 @@ def read_records(path: Path, last: int | None = None) -> Iterator[dict[str, Any]
     yield from filter(None, map(_restore, read_lines(path, last)))
 
 
+def rewinds_of(record: Mapping[str, Any]) -> int:
+    """Rewinds of the run up to a record."""
+    return int(record.get("rewinds") or 0)
+
+
 def truncate(path: Path, last_step: int, lease: Lease) -> None:
     """Drop the records of steps beyond `last_step` and lines that a crash tore; atomic, nothing is lost if interrupted."""
     newest = 0

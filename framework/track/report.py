@@ -26,6 +26,11 @@ Curve = tuple[list[float], list[float]]
 TAG_OF_REWOUND = "rewound"
 
 
+def name_curve(run_id: str, rewinds: int) -> str:
+    """The name of a run's curve in trackers, behind so many rewinds."""
+    return f"{run_id}-{TAG_OF_REWOUND}-{rewinds}" if rewinds else run_id
+
+
 @dataclass(frozen=True)
 class StepReport:
     """An optimizer step as rank 0 sees it. Counts are of the whole run, `traffic` is of this step and this rank."""
