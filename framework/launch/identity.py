@@ -145,7 +145,7 @@ def load_own_recipe(run: RunDirectory) -> Recipe:
 def read_trained(state: Values) -> Recipe:
     """The recipe that has trained a checkpoint with this state, as far as it is recorded: that of its stage. Keys that may change
     within a run have their defaults. Raises RunError where the record is of another version of the schema."""
-    # Which plugins there were is not recorded: names that they have added are taken as they are.
+    # Plugins are not recorded: names that they have added are taken as they are.
     recipe, problems = to_recipe(nest(state["recipe"]) | {"plugins": ["unrecorded"]}, {})
     if problems:
         raise RunError(f"the recipe that step {state['step']:,} records cannot be read:\n{render_problems(problems)}")

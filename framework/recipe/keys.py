@@ -88,7 +88,8 @@ def join(path: str, name: object) -> str:
 @cache
 def split_key(key: str) -> tuple[str, ...]:
     """Names of a dotted key. A name that the user has chosen may have dots itself: it ends where a key of its group follows."""
-    names, rest, kind = list[str](), key.split("."), Recipe
+    names, rest = list[str](), key.split(".")
+    kind: Any = Recipe
     while rest:
         count, element = 1, named_group(kind)
         if element is not None:
