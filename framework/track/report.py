@@ -88,6 +88,7 @@ class RunInfo:
     total_steps: int
     start_step: int = 0  # steps done before this process took over
     start_tokens: int = 0  # on which it was trained then
+    data_step: int = 0  # steps on data before the present one: their losses are of others
     stages: dict[str, int] = field(default_factory=dict)  # by name, steps done before each begins
     tokens_per_step: int = 0
     accumulation: int = 1  # microbatches of a rank in a step

@@ -263,6 +263,7 @@ def describe_run(recipe: Recipe, plan: Plan, prepared: Prepared, mesh: Mesh, run
         stages={each.name: each.start for each in split_stages(recipe) if each.name},
         start_step=state.step,
         start_tokens=state.tokens,
+        data_step=state.data_step,
         tokens_per_step=plan.derived.tokens_per_step,
         accumulation=plan.derived.accumulation,
         world=plan.derived.world,

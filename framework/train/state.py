@@ -59,6 +59,7 @@ class RunState:
     clean_steps: int = 0  # since it last did
     best_step: int | None = None  # with checkpoint.keep_best, where the validation loss was the lowest
     best_validation_loss: float | None = None  # or a score, negated where more is better
+    data_step: int = 0  # steps that were trained on other data, of whose losses none counts as the best
     best_by: str = "True"  # the value of checkpoint.keep_best that chose it
     spikes: SpikeState = field(default_factory=SpikeState)
     rewinds: int = 0
@@ -178,7 +179,7 @@ def begin_branch(
         # A stream is read from its beginning to its end, in rows of whatever length.
         goes_on = not changed or (changed == {"batch.context"} and recipe.data.mode == "stream")
         state.read = count_read(state, trained, recipe) if goes_on else {}
-        state.samples, state.skipped_samples = 0, []
+        state.samples, state.skipped_samples, state.data_step = 0, [], state.step
         # Losses of other samples: none of them is the best so far, and none says what a spike is.
         state.best_step = state.best_validation_loss = None
     if not is_same_data or tokens_per_step(trained.batch) != tokens_per_step(recipe.batch):  # a norm is of a batch
