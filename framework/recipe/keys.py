@@ -98,7 +98,7 @@ def split_key(key: str) -> tuple[str, ...]:
             kind = element
         elif is_dataclass(kind):
             # A stage's keys are the recipe's: its `data` has those of `data`.
-            own, whole = _kinds_of(kind).get(rest[0]), _kinds_of(Recipe).get(rest[0])
+            own, whole = _kinds_of(typing.cast(type, kind)).get(rest[0]), _kinds_of(Recipe).get(rest[0])
             kind = whole if kind is not Recipe and typing.get_origin(own) is dict and is_dataclass(whole) else own
         names, rest = [*names, ".".join(rest[:count])], rest[count:]
     return tuple(names)
