@@ -28,6 +28,7 @@ from framework.recipe.schema import Recipe, Run
 from framework.track.console import format_count, format_duration
 from framework.track.goodput import Account, read_account, summarize_goodput
 from framework.track.jsonl import METRICS_FILE, decode, read_records
+from framework.track.report import load_run_info
 
 WIDEST = 64  # of the last column, of words that the runs do not share
 HEAD = ("run", "state", "step", "loss", "validation", "tokens/s", "differs in")
@@ -249,7 +250,10 @@ def _read_line(run: RunDirectory) -> tuple[tuple[bool, float], list[str]]:
         recipe = load_recipe(run.recipe)
     except MeshwrightError:
         return (True, math.inf), [run.id, "unreadable", *"----"]
-    step, loss, tokens_per_s, validation = read_curve_end(run.path / METRICS_FILE)
+    data_step = 0
+    with suppress(OSError, json.JSONDecodeError, TypeError):  # of a run that has not begun, or of another version
+        data_step = load_run_info(run.path).data_step
+    step, loss, tokens_per_s, validation = read_curve_end(run.path / METRICS_FILE, data_step)
     numbers = ["-" if value is None else f"{value:.4f}" for value in (loss, validation)]
     speed = "-" if tokens_per_s is None else format_count(tokens_per_s)
     # A validation loss before a loss of training, which is of other data in each step.
@@ -259,14 +263,16 @@ def _read_line(run: RunDirectory) -> tuple[tuple[bool, float], list[str]]:
     return score, [run.id, state, steps, *numbers, speed]
 
 
-def read_curve_end(metrics: Path) -> tuple[int, float | None, float | None, float | None]:
-    """(last step, its loss, its tokens/s, the lowest validation loss but NaN), without decoding what is in between."""
+def read_curve_end(metrics: Path, data_step: int = 0) -> tuple[int, float | None, float | None, float | None]:
+    """(last step, its loss, its tokens/s, the lowest validation loss but NaN), without decoding what is in between. data_step:
+    behind which validations are of the present data."""
     records = list(read_records(metrics, last=2))  # a crash may have torn the last line
     if not records:
         return 0, None, None, None
     with metrics.open(encoding="utf-8", errors="replace") as lines:
         validated = [record for line in lines if '"validation_loss": null' not in line and (record := decode(line))]
-    lowest = min((each["validation_loss"] for each in validated), key=lambda x: (math.isnan(x), x), default=None)
+    losses = (each["validation_loss"] for each in validated if each["step"] > data_step)
+    lowest = min(losses, key=lambda x: (math.isnan(x), x), default=None)
     return records[-1]["step"], records[-1]["loss"], records[-1]["tokens_per_s"], lowest
 
 

@@ -264,9 +264,12 @@ def find_best(run: RunDirectory, newest: Place) -> Place:
     """The checkpoint of the best weights, as the newest one knows it. Raises RunError where none was kept as such."""
     step = Reader(newest).manifest.state.get("best_step")
     if step is None:
+        why = "checkpoint.keep_best=true does from now on"
+        if run.recipe.is_file() and load_recipe(run.recipe).checkpoint.keep_best:
+            why = "none of its present data and branch was validated by then"
         raise RunError(
-            f"{run.path} has kept no best checkpoint: checkpoint.keep_best=true does from now on. Leave --best out for step"
-            f" {step_of(newest):,}, the newest"
+            f"{run.path} has kept no best checkpoint as of step {step_of(newest):,}: {why}. Leave --best out for"
+            " that step, the newest"
         )
     found = locate(run.checkpoints, step)
     if found is None:

@@ -24,6 +24,19 @@ LOOK_EVERY_S, SAY_AFTER_S, SAY_EVERY_S = 0.2, 5.0, 60.0
 Say = Callable[[str], None]
 
 
+def count_window(context: int) -> int:
+    """Samples of a window, in rows of `context` tokens."""
+    return max(1, WINDOW_TOKENS // context)
+
+
+def find_next_window(samples: int, was: int, now: int) -> int:
+    """Samples of `now` tokens up to the first window that has none of the tokens of so many samples of `was` tokens: within a
+    window the two orders are of different permutations, so it is not gone on with."""
+    window_was, window_now = count_window(was), count_window(now)
+    tokens = -(-samples // window_was) * window_was * was
+    return -(-tokens // (window_now * now)) * window_now
+
+
 class ShardTokens:
     """The elements of shards, one behind the other. A slice is a copy: [n] of `dtype`. starts: of each shard, and the end."""
 

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from framework.comm.communicator import Communicator
 from framework.comm.objects import broadcast_object, share_errors
 from framework.comm.transfer import choose_current, pin
-from framework.data.growing import WINDOW_TOKENS, GrowingStream, Say
+from framework.data.growing import GrowingStream, Say, count_window
 from framework.data.order import (
     NOTHING_READ,
     Overlong,
@@ -143,7 +143,7 @@ class Loader:
         found = list(zip(prepared.sources, self._packer.streams, self._packer.sizes, strict=True))
         sizes = {each.name: (each.weight, size if stream.is_whole else UNKNOWN) for each, stream, size in found}
         growing = [each.name for each, stream, _ in found if isinstance(stream, GrowingStream)]
-        windows = dict.fromkeys(growing, max(1, WINDOW_TOKENS // context))
+        windows = dict.fromkeys(growing, count_window(context))
         self._order = SampleOrder.of(seed, sizes, starts, windows)
         self._is_over = threading.Event()
         self._say = say

@@ -26,7 +26,7 @@ from framework.lease import Lease
 from framework.recipe.compose import load_recipe
 from framework.recipe.convert import to_recipe
 from framework.recipe.keys import NAME, flatten, list_keys, matches, nest, plain
-from framework.recipe.problem import show
+from framework.recipe.problem import render_problems, show
 from framework.recipe.schema import Recipe
 from framework.recipe.stages import stage_of
 
@@ -144,8 +144,11 @@ def load_own_recipe(run: RunDirectory) -> Recipe:
 
 def read_trained(state: Values) -> Recipe:
     """The recipe that has trained a checkpoint with this state, as far as it is recorded: that of its stage. Keys that may change
-    within a run have their defaults."""
-    recipe, _ = to_recipe(nest(state["recipe"]), {})
+    within a run have their defaults. Raises RunError where the record is of another version of the schema."""
+    # Plugins are not recorded: names that they have added are taken as they are.
+    recipe, problems = to_recipe(nest(state["recipe"]) | {"plugins": ["unrecorded"]}, {})
+    if problems:
+        raise RunError(f"the recipe that step {state['step']:,} records cannot be read:\n{render_problems(problems)}")
     return stage_of(recipe, state["step"]).recipe
 
 

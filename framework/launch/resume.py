@@ -8,7 +8,7 @@ of its origin with the changes of the command line; the launch prints them. Step
 learning-rate schedule and, where the data and its order are the same, the position in the data.
 """
 
-import shutil
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -35,7 +35,7 @@ from framework.recipe.problem import COMMAND_LINE, Problem, render_problems, sho
 from framework.recipe.run_rules import find_run_root_problems
 from framework.recipe.schema import Recipe, Run
 from framework.recipe.stages import settle_borders
-from framework.track.jsonl import LOADS_FILE, METRICS_FILE
+from framework.track.jsonl import LOADS_FILE, METRICS_FILE, read_lines
 
 SHOWN_RUNS = 10
 # Keys that the run's folder states.
@@ -307,11 +307,14 @@ def refuse_other_shapes(origin: Origin, recipe: Recipe) -> None:
 
 
 def copy_curves(origin: Origin, run: RunDirectory, lease: Lease) -> None:
-    """Give a branch the metrics of its origin: its start drops those of steps beyond, so its curves begin at step 1."""
+    """Give a branch the metrics of its origin: its start drops those of steps beyond, so its curves begin at step 1. It has gone
+    back by no rewind yet, by whose number trackers name its curve."""
     for name in (METRICS_FILE, LOADS_FILE):
         if (origin.run.path / name).is_file():
-            with explain_errors(run.path), lease.replacing(run.path / name) as made:
-                shutil.copyfile(origin.run.path / name, made)
+            with explain_errors(run.path), lease.replacing(run.path / name) as made, made.open("w") as file:
+                for record in read_lines(origin.run.path / name):
+                    own = {"rewinds": 0} if "rewinds" in record else {}
+                    file.write(json.dumps({**record, **own}) + "\n")
 
 
 def compose_branch(fresh: Composition, overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Recipe:

@@ -31,7 +31,7 @@ _DEFAULTS = Recipe()
 
 def matches(path: str, pattern: str) -> bool:
     """Whether a dotted path is that of a pattern: `*` is within a name, and at the end stands for names behind it too."""
-    names, wanted = path.split("."), pattern.split(".")
+    names, wanted = split_key(path), pattern.split(".")
     fits = len(names) == len(wanted) or (len(names) > len(wanted) and wanted[-1].endswith("*"))
     return fits and all(map(fnmatchcase, names, wanted))
 
@@ -55,7 +55,7 @@ class Key:
 
 def list_keys(group: type = Recipe, path: str = "") -> Iterator[Key]:
     """Every key below `group`, in the schema's order; `path` is the group's own."""
-    kinds = typing.get_type_hints(group)
+    kinds = _kinds_of(group)
     for each in fields(group):
         where = join(path, each.name)
         kind = kinds[each.name]
@@ -85,6 +85,30 @@ def join(path: str, name: object) -> str:
     return f"{path}.{name}" if path else str(name)
 
 
+@cache
+def split_key(key: str) -> tuple[str, ...]:
+    """Names of a dotted key. A name that the user has chosen may have dots itself: it ends where a key of its group follows."""
+    names, rest = list[str](), key.split(".")
+    kind: Any = Recipe
+    while rest:
+        count, element = 1, named_group(kind)
+        if element is not None:
+            known = _kinds_of(element)
+            count = next((at for at in range(1, len(rest)) if rest[at] in known), len(rest))
+            kind = element
+        elif is_dataclass(kind):
+            # A stage's keys are the recipe's: its `data` has those of `data`.
+            own, whole = _kinds_of(typing.cast(type, kind)).get(rest[0]), _kinds_of(Recipe).get(rest[0])
+            kind = whole if kind is not Recipe and typing.get_origin(own) is dict and is_dataclass(whole) else own
+        names, rest = [*names, ".".join(rest[:count])], rest[count:]
+    return tuple(names)
+
+
+@cache
+def _kinds_of(group: type) -> dict[str, Any]:
+    return typing.get_type_hints(group)
+
+
 def flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Dotted key -> value for every leaf; an empty mapping is a leaf."""
     leaves: dict[str, Any] = {}
@@ -95,10 +119,10 @@ def flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of dotted keys."""
+    """The tree of dotted keys of the recipe; the inverse of `flatten`."""
     tree: dict[str, Any] = {}
     for key, value in leaves.items():
-        *groups, name = key.split(".")
+        *groups, name = split_key(key)
         inner = tree
         for group in groups:
             inner = inner.setdefault(group, {})

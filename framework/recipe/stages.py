@@ -198,6 +198,13 @@ def find_border_problems(recipe: Recipe) -> Iterator[Problem]:
         elif each.is_last and each.stop != steps:
             message = f"nothing says what is trained behind its last step {each.stop:,}, up to train.steps={steps}"
             yield Problem(where, value, message, f"leave it out (~{where}), or train.steps={each.stop}")
+        schedule, key = each.recipe.optim.schedule, f"{path}.optim.schedule"
+        falls = schedule.name in ("linear", "cosine", "wsd") and not schedule.final_ratio  # a plugin's shape is its own
+        if falls and (schedule.stop_step or steps) <= each.start:
+            message = (
+                f"its learning rate is 0: the schedule of a stage before has ended with step {schedule.stop_step:,}"
+            )
+            yield Problem(key, None, message, f"{key}.warmup_steps=0, a schedule of its own; or a final_ratio before")
 
 
 def _name_parts(key: str, ramp: int) -> list[str]:

@@ -16,7 +16,6 @@ import math
 import os
 import sys
 import time
-from bisect import bisect
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
@@ -164,8 +163,8 @@ def restore_records(
     if not missing:
         return
     filled = [step for step in missing if step in known]
-    pace = run.tokens_per_step
-    records |= {step: _fill(step, *known[step], find_tokens(records, step, pace), unix_s) for step in filled}
+    tokens = {0: 0} | {step: record["tokens"] for step, record in records.items()} | {run.start_step: run.start_tokens}
+    records |= {step: _fill(step, _interpolate(tokens, step), *known[step], unix_s) for step in filled}
     lines = (json.dumps(encode(records[step]), allow_nan=False) + "\n" for step in sorted(records))
     lease.write(path, "".join(lines).encode())
     print(
@@ -186,19 +185,14 @@ def find_missing(steps: Sequence[int], last_step: int, every_steps: int) -> list
     return [step for first, stop in gaps for step in range(first + 1, stop) if step % every_steps == 0]
 
 
-def find_tokens(records: Mapping[int, Mapping[str, Any]], step: int, pace: int) -> int:
-    """Tokens of the run up to a step without a record: on the line between its neighbours, as batches may have changed since the
-    run began; behind the last record `pace` a step."""
-    steps = [0, *records]  # which are in order
-    place = bisect(steps, step)
-    before, after = steps[place - 1], steps[place] if place < len(steps) else None
-    first = records[before]["tokens"] if before else 0
-    slope = pace if after is None else (records[after]["tokens"] - first) / (after - before)
-    return round(first + slope * (step - before))
+def _interpolate(tokens: Mapping[int, int], step: int) -> int:
+    """Tokens at a step between those of the nearest steps that are known: exact within a stage of a run."""
+    first, stop = max(each for each in tokens if each < step), min(each for each in tokens if each >= step)
+    return tokens[first] + (tokens[stop] - tokens[first]) * (step - first) // (stop - first)
 
 
-def _fill(step: int, loss: float, gradient_norm: float, tokens: int, unix_s: float) -> dict[str, Any]:
-    """A record of a step of which only loss, gradient norm and about how many tokens are known; other numbers are NaN."""
+def _fill(step: int, tokens: int, loss: float, gradient_norm: float, unix_s: float) -> dict[str, Any]:
+    """A record of a step of which only tokens, loss and gradient norm are known; other numbers are NaN."""
     required: dict[str, Any] = {each.name: math.nan for each in fields(StepReport) if _is_required(each)}
     known: dict[str, Any] = {"step": step, "loss": loss, "gradient_norm": gradient_norm, "tokens": tokens}
     report = StepReport(**{**required, **known, "tokens_per_s_per_rank": (), "mfu": None})
@@ -227,6 +221,11 @@ def loads_of(report: StepReport) -> dict[str, Any]:
 def read_records(path: Path, last: int | None = None) -> Iterator[dict[str, Any]]:
     """The records of a metrics file, or of its `last` lines, non-finite numbers as floats; none where there is no file."""
     yield from filter(None, map(_restore, read_lines(path, last)))
+
+
+def rewinds_of(record: Mapping[str, Any]) -> int:
+    """Rewinds of the run up to a record."""
+    return int(record.get("rewinds") or 0)
 
 
 def truncate(path: Path, last_step: int, lease: Lease) -> None:

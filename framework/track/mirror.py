@@ -38,8 +38,8 @@ from framework.errors import EXIT_DONE, EXIT_RESUME, LeaseLost
 from framework.lease import Lease
 from framework.recipe.plugins import import_plugins
 from framework.start import python_words
-from framework.track.jsonl import METRICS_FILE, decode, read_records
-from framework.track.report import TAG_OF_REWOUND, Observer, RunInfo, StepReport, Tracker, load_run_info
+from framework.track.jsonl import METRICS_FILE, decode, read_records, rewinds_of
+from framework.track.report import Observer, RunInfo, StepReport, Tracker, load_run_info, name_curve
 from framework.track.trackers import TRACKERS, first_line_of, say
 
 POLL_S = 0.5
@@ -185,7 +185,7 @@ class MirroredRun:
 
     def __init__(self, kind: type[Tracker], info: RunInfo, run_dir: Path) -> None:
         self._kind, self._info, self._run_dir = kind, info, run_dir
-        self._open(max(map(_rewinds_of, read_records(run_dir / METRICS_FILE, last=1)), default=0))
+        self._open(max(map(rewinds_of, read_records(run_dir / METRICS_FILE, last=1)), default=0))
 
     def send(self, lease: Lease) -> None:
         """Send every record that the tracker does not have yet. Raises LeaseLost once another start sends its own."""
@@ -207,7 +207,7 @@ class MirroredRun:
 
     def _open(self, rewinds: int) -> None:
         self._rewinds = rewinds
-        name = f"{self._info.run_id}-{TAG_OF_REWOUND}-{rewinds}" if rewinds else self._info.run_id
+        name = name_curve(self._info.run_id, rewinds)
         self._tracker = self._kind()
         self._sent = self._tracker.open(self._info, self._run_dir, name)
         self._save(FIRST_FILES)
@@ -217,16 +217,12 @@ class MirroredRun:
         """Send new records. Returns the number of rewinds at a rewind that this curve does not have; None once all are
         sent."""
         for record in self._records.read():
-            if _rewinds_of(record) > self._rewinds:
-                return _rewinds_of(record)
+            if rewinds_of(record) > self._rewinds:
+                return rewinds_of(record)
             if record["step"] > self._sent:
                 self._sent = record["step"]
                 self._tracker.log(self._sent, chart_values(record))
         return None
-
-
-def _rewinds_of(record: dict[str, Any]) -> int:
-    return int(record.get("rewinds") or 0)
 
 
 def chart_values(record: dict[str, Any]) -> dict[str, float]:

@@ -26,6 +26,11 @@ Curve = tuple[list[float], list[float]]
 TAG_OF_REWOUND = "rewound"
 
 
+def name_curve(run_id: str, rewinds: int) -> str:
+    """The name of a run's curve in trackers, behind so many rewinds."""
+    return f"{run_id}-{TAG_OF_REWOUND}-{rewinds}" if rewinds else run_id
+
+
 @dataclass(frozen=True)
 class StepReport:
     """An optimizer step as rank 0 sees it. Counts are of the whole run, `traffic` is of this step and this rank."""
@@ -82,6 +87,8 @@ class RunInfo:
     config: dict[str, Any]  # the recipe as plain dicts, without secrets (`recipe/environment.py`)
     total_steps: int
     start_step: int = 0  # steps done before this process took over
+    start_tokens: int = 0  # on which it was trained then
+    data_step: int = 0  # steps on data before the present one: their losses are of others
     stages: dict[str, int] = field(default_factory=dict)  # by name, steps done before each begins
     tokens_per_step: int = 0
     accumulation: int = 1  # microbatches of a rank in a step

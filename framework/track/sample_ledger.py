@@ -3,7 +3,8 @@
 Each data-parallel rank writes RUN/samples/dp-N.jsonl, whatever the layout: at each start of the ranks, and at each rewind, a line
 with its number and the cursor from which it goes on, then for each step a line with the samples and a hash of each one's tokens.
 Samples that a start has read behind the cursor of a later one were lost with its weights; the rest is the final lineage, in which
-every sample must be once. With parallel.cp a hash is of the tokens that the first rank of `cp` holds.
+every sample must be once: behind the cursor with which a branch begins, and in each stage of a run by itself, for samples of two
+stages may be others of the same number. With parallel.cp a hash is of the tokens that the first rank of `cp` holds.
 """
 
 from collections import Counter
@@ -27,8 +28,8 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class SampleLineage:
-    """The samples that the weights have seen. tokens: (sample, hash of its tokens), in the order of the samples, repeated ones
-    too. cursors: of each start, by its number: one that is lower than the one before marks a rewind."""
+    """The samples that the weights have seen in a stage. tokens: (sample, hash of its tokens), in the order of the samples,
+    repeated ones too. cursors: of each start, by its number: one that is lower than the one before marks a rewind."""
 
     tokens: tuple[tuple[int, str], ...]
     cursors: tuple[int, ...]
@@ -37,11 +38,11 @@ class SampleLineage:
 class SampleLedger:
     """Writes the samples of one data-parallel rank, a line for each step.
 
-    dp_rank: None on a rank whose samples another rank writes.
+    dp_rank: None on a rank whose samples another rank writes. stage: steps done before the stage of the run begins.
     """
 
-    def __init__(self, run_dir: Path, dp_rank: int | None) -> None:
-        self._run_dir, self._dp_rank = run_dir, dp_rank
+    def __init__(self, run_dir: Path, dp_rank: int | None, stage: int = 0) -> None:
+        self._run_dir, self._dp_rank, self._stage = run_dir, dp_rank, stage
         self._file: Lines | None = None
         self._start = 0
 
@@ -53,7 +54,7 @@ class SampleLedger:
             (self._run_dir / FOLDER).mkdir(exist_ok=True)
             self._file = Lines(self._run_dir / FOLDER / f"dp-{self._dp_rank}.jsonl")
         self._start = start
-        self._file.append({"start": start, "cursor": cursor})
+        self._file.append({"start": start, "cursor": cursor, "stage": self._stage})
 
     def note(self, cursor: int, samples: np.ndarray, microbatches: Sequence[Microbatch]) -> None:
         """Note the samples of the step at `cursor`: [n], in the order of the microbatches' rows."""
@@ -76,19 +77,22 @@ def next_start(run_dir: Path) -> int:
     return 1 + max((record["start"] for record in _read_records(run_dir)), default=-1)
 
 
-def read_lineage(run_dir: Path) -> SampleLineage:
-    """The final lineage of a run with a ledger."""
+def read_lineage(run_dir: Path, stage: int | None = None) -> SampleLineage:
+    """The final lineage of a run with a ledger. stage: steps done before a stage of the run begins; None: of the last start's."""
     records = list(_read_records(run_dir))
-    begun = {record["start"]: record["cursor"] for record in records if "cursor" in record}
-    cursors = tuple(begun[start] for start in sorted(begun))
-    # A start's samples count as far as the cursor of every later start.
+    begun = {record["start"]: (record.get("stage", 0), record["cursor"]) for record in records if "cursor" in record}
+    if stage is None:
+        stage = begun[max(begun)][0] if begun else 0
+    cursors = tuple(begun[start][1] for start in sorted(begun) if begun[start][0] == stage)
+    # A start's samples count as far as every later start: all of them if that is of a later stage, none if of an earlier one.
     ends = {start: min((begun[later] for later in begun if later > start), default=None) for start in begun}
     tokens = [
         (sample, tokens)
         for record in records
         if "samples" in record
         for sample, tokens in zip(record["samples"], record["tokens"], strict=True)
-        if (end := ends[record["start"]]) is None or record["at"] < end
+        if begun[record["start"]][0] == stage
+        if (end := ends[record["start"]]) is None or (stage, record["at"]) < end
     ]
     return SampleLineage(tuple(sorted(tokens)), cursors)
 
@@ -97,9 +101,10 @@ def find_ledger_problems(
     lineage: SampleLineage, num_samples: int, undisturbed: SampleLineage | None = None, skipped: Skipped = ()
 ) -> list[str]:
     """The errors of a lineage, in words: samples that are lost, read more than once or not to be read, of the first `num_samples`
-    that are not `skipped`; and tokens that differ from those of an undisturbed run."""
+    of the stage that are not `skipped`; and tokens that differ from those of an undisturbed run."""
     counts = Counter(sample for sample, _ in lineage.tokens)
-    expected = dict.fromkeys(index_samples(np.arange(num_samples), skipped).tolist())
+    first = min(lineage.cursors, default=0)
+    expected = dict.fromkeys(index_samples(np.arange(first, num_samples), skipped).tolist())
     found = {
         "lost": [sample for sample in expected if not counts[sample]],
         "read more than once": [sample for sample, count in counts.items() if count > 1],

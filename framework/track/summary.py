@@ -267,13 +267,17 @@ def _what_was_run(run: RunInfo) -> list[str]:
         f", {format_count(run.num_parameters_active)} active" if run.num_parameters_active < run.num_parameters else ""
     )
     optim, precision = run.config.get("optim", {}), run.config.get("precision", {})
+    stage = " in the last stage trained" * bool(run.stages)
     return [
         f"Run {run.run_id}",
         *_table(
             [
                 ("model", f"{run.model}, {format_count(run.num_parameters)} parameters{active}"),
                 ("layout", _where(run)),
-                ("batch", f"{format_count(run.tokens_per_step)} tokens per step, {run.total_steps} steps asked for"),
+                (
+                    "batch",
+                    f"{format_count(run.tokens_per_step)} tokens per step{stage}, {run.total_steps} steps asked for",
+                ),
                 ("optimizer", f"{optim.get('name', '')}, {_join(optim, 'lr', 'weight_decay', 'clip_norm')}"),
                 ("precision", _join(precision, "compute", "master", "reduce")),
             ]
@@ -290,7 +294,8 @@ def _results(run: RunInfo, curves: Curves) -> list[str]:
     rows += [(f"  of {name}", f"{loss:.4f} in the last step that had it") for name, loss in curves.by_source.items()]
     if curves.validation:
         step, loss = curves.validation[-1]
-        best_step, best = min(curves.validation, key=lambda pair: pair[1])
+        behind = [pair for pair in curves.validation if pair[0] > run.data_step] or curves.validation[-1:]
+        best_step, best = min(behind, key=lambda pair: pair[1])
         rows.append(("validation loss", f"{loss:.4f} at step {step}; lowest {best:.4f} at step {best_step}"))
     rows += [(f"  of {name}", f"{loss:.4f} in the last validation") for name, loss in curves.held_out.items()]
     for name, pairs in curves.scores.items():

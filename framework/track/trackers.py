@@ -30,8 +30,8 @@ from typing import Any, TextIO
 from framework.files import write_file
 from framework.recipe.keys import flatten
 from framework.start import python_words
-from framework.track.jsonl import parse_line
-from framework.track.report import TAG_OF_REWOUND, Curve, RunInfo, Tracker
+from framework.track.jsonl import METRICS_FILE, parse_line, read_records, rewinds_of
+from framework.track.report import TAG_OF_REWOUND, Curve, RunInfo, Tracker, name_curve
 from framework.track.summary import thin
 
 # Seconds for wandb to start a run.
@@ -148,7 +148,10 @@ def _start_wandb(info: RunInfo, run_dir: Path, name: str, may_fork: bool) -> tup
     if is_online:
         ways.append({"mode": "online", "resume": "allow"})
         if may_fork and origin is not None:
-            ways.append({"mode": "online", "fork_from": f"{origin[0]}?_step={origin[1]}"})
+            # The origin's curve with the steps that its checkpoint follows: of its last rewind before.
+            records = read_records(Path(path, METRICS_FILE))
+            rewinds = max((rewinds_of(each) for each in records if each["step"] <= origin[1]), default=0)
+            ways.append({"mode": "online", "fork_from": f"{name_curve(origin[0], rewinds)}?_step={origin[1]}"})
     run, why = None, ""
     while run is None:
         way = ways.pop()

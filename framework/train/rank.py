@@ -72,7 +72,7 @@ from framework.train.profiler import StepProfiler, UnitClock
 from framework.train.reference import add_reference
 from framework.train.reports import Reporter, describe_run, open_observers
 from framework.train.saves import Saves
-from framework.train.state import RunState, begin_from
+from framework.train.state import RunState, begin_from, report_new_moments
 from framework.train.validation import Validation, open_evaluation
 
 # In debug mode a rank that starts no collective for so long while others wait is taken for lost.
@@ -238,7 +238,8 @@ def train_stage(stage: RunStage, plan: Plan, prepared: Prepared, saves: Saves, g
             elif resumes:
                 state = saves.restore(run, since=stage.start + 1)
             elif origin is not None and has_weights:
-                state = begin_from(run, run_dir.name, origin, prepared.fingerprint, recipe)
+                state, new = begin_from(run, run_dir.name, origin, prepared.fingerprint, recipe)
+                report_new_moments(new, f"{origin.run.id}@{origin.step}", mesh.axis("world"))
                 broadcast_object(partial(copy_curves, origin, RunDirectory(run_dir), lease), mesh.axis("world"))
             else:
                 state = RunState(run_dir.name, prepared.fingerprint)
@@ -247,7 +248,7 @@ def train_stage(stage: RunStage, plan: Plan, prepared: Prepared, saves: Saves, g
             return None
     _settle_identity(stage.whole, prepared, mesh, lease, state)
     state.weights = {source.name: source.weight for source in prepared.sources}
-    info = describe_run(stage.whole, plan, prepared, mesh, run_dir, state.step)
+    info = describe_run(stage.whole, plan, prepared, mesh, run_dir, state)
     watchdog.progress.pace = StepPace()  # of other steps
     saver = saves.open(state.step)
     phases.begin(Phase.STEP, state.step)
@@ -258,7 +259,8 @@ def train_stage(stage: RunStage, plan: Plan, prepared: Prepared, saves: Saves, g
     observers = open_observers(recipe, run_dir, info, lease, state.spikes.seen) if mesh.rank == 0 else Observers()
     # One of the ranks that read the same samples writes them.
     is_writer = all(mesh.axis(name).rank == 0 for name in ("pp", "cp", "tp"))
-    samples = SampleLedger(run_dir, mesh.axis("dp").rank if is_writer and recipe.track.sample_ledger else None)
+    writer = mesh.axis("dp").rank if is_writer and recipe.track.sample_ledger else None
+    samples = SampleLedger(run_dir, writer, stage.start)
     _begin_samples(samples, plan, mesh, run_dir, state.samples)
     say = watchdog.say if mesh.rank == 0 else None
     loader = _open_loader(plan, prepared, mesh, state, [phases.observer.read_batch, samples.note], say)

@@ -247,8 +247,9 @@ def find_bubble(times: Sequence[StepTimes]) -> float:
     return 1.0 - sum(each.computed_s for each in times) / (len(times) * longest) if longest else 0.0
 
 
-def describe_run(recipe: Recipe, plan: Plan, prepared: Prepared, mesh: Mesh, run_dir: Path, start_step: int) -> RunInfo:
-    """The description of a run before its first step in a stage. recipe: of the run; plan, prepared: of the stage."""
+def describe_run(recipe: Recipe, plan: Plan, prepared: Prepared, mesh: Mesh, run_dir: Path, state: RunState) -> RunInfo:
+    """The description of a run before its first step in a stage. recipe: of the run; plan, prepared: of the stage; state: from
+    which it goes on."""
     named = name_run(run_dir, recipe.run)
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     run_id = str(named.id)
@@ -260,7 +261,9 @@ def describe_run(recipe: Recipe, plan: Plan, prepared: Prepared, mesh: Mesh, run
         config=describe_public(recipe),
         total_steps=recipe.train.steps,
         stages={each.name: each.start for each in split_stages(recipe) if each.name},
-        start_step=start_step,
+        start_step=state.step,
+        start_tokens=state.tokens,
+        data_step=state.data_step,
         tokens_per_step=plan.derived.tokens_per_step,
         accumulation=plan.derived.accumulation,
         world=plan.derived.world,

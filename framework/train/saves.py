@@ -60,7 +60,7 @@ from framework.monitor.watchdog import Watchdog
 from framework.object_store import Place
 from framework.recipe.schema import Checkpoint, Recipe
 from framework.train.loop import Loop, RewindDue
-from framework.train.state import RunState, begin_branch, restore, saved_entries, updated_names
+from framework.train.state import RunState, begin_branch, report_new_moments, restore, saved_entries, updated_names
 from framework.train.step import TrainingRun
 
 # The time that a save under way has to end, behind an error that ends the run.
@@ -167,7 +167,9 @@ class Saves:
             finite, since = updated_names(run), self.start.step
             return load_newest(self.root, entries, world, found, self.lease, finite, since)
 
-        return begin_branch(run, self.lease.run.name, found.manifest, load, data, recipe)
+        state, new = begin_branch(run, self.lease.run.name, found.manifest, load, data, recipe)
+        report_new_moments(new, f"{state.run_id}@{state.step}", world)
+        return state
 
     def open(self, step: int) -> Saver:
         """The saver of a start that goes on from `step`."""

@@ -14,7 +14,9 @@ from framework.checkpoint.folder import report
 from framework.checkpoint.index import Manifest
 from framework.checkpoint.load import form_of, load_checkpoint, load_newest
 from framework.checkpoint.staging import Entry
+from framework.comm.communicator import Communicator
 from framework.comm.objects import all_gather_object, broadcast_object
+from framework.data.growing import find_next_window
 from framework.data.order import SampleOrder, index_samples
 from framework.errors import StorageError
 from framework.launch.identity import read_trained
@@ -57,6 +59,7 @@ class RunState:
     clean_steps: int = 0  # since it last did
     best_step: int | None = None  # with checkpoint.keep_best, where the validation loss was the lowest
     best_validation_loss: float | None = None  # or a score, negated where more is better
+    data_step: int = 0  # steps that were trained on other data, of whose losses none counts as the best
     best_by: str = "True"  # the value of checkpoint.keep_best that chose it
     spikes: SpikeState = field(default_factory=SpikeState)
     rewinds: int = 0
@@ -120,17 +123,17 @@ def begin_branch(
     load: Callable[[Sequence[Entry]], dict[str, Any] | None],
     data: str,
     recipe: Recipe,
-) -> RunState:
-    """Fill a run from a checkpoint of another recipe, another run's or that of the stage before, and return where it begins.
-    Collective over the world.
+) -> tuple[RunState, list[str]]:
+    """Fill a run from a checkpoint of another recipe, another run's or that of the stage before, and return where it begins, and
+    the parameters of this rank whose moments begin at zero. Collective over the world.
 
     load: fills entries from the checkpoint with this manifest and returns its state. data: fingerprint of the prepared data;
     recipe: of this run or stage.
 
     The position in the data stays if data and `ORDER_KEYS` are the checkpoint's. If only the data differs, or of a stream
     only the context, a source that is the same goes on from its own position; else the data begins anew. Optimizer states are
-    taken over where the checkpoint has all of a parameter's from the same update rule; the others begin at zero and are
-    reported. AdamW counts its updates once for all parameters, so its states are taken over for all or for none. Raises as
+    taken over where the checkpoint has all of a parameter's from the same update rule; the others begin at zero. AdamW counts
+    its updates once for all parameters, so its states are taken over for all or for none. Raises as
     `load_checkpoint` does, for weights too.
     """
     world = run.mesh.axis("world")
@@ -175,18 +178,13 @@ def begin_branch(
         # Averages that the checkpoint lacks: of parameters that were frozen, or of all.
         new = [part for part in find_parts(run.shards) if f"{AVERAGE}/{part.name}" not in known]
         run.optimizer.averages.restart(new)
-    names = sorted(lacking[False] | lacking[True])
-    if names and world.rank == 0:
-        others = f" and {len(names) - 3} more" * (len(names) > 3)
-        of = f"{state.run_id}@{state.step}"
-        report(f"moments begin at zero, as {of} lacks them or some: {', '.join(names[:3])}{others}")
     changed = {key for key in ORDER_KEYS if value_of(trained, key) != value_of(recipe, key)}
     is_same_data = state.data == data and not changed
     if not is_same_data:
         # A stream is read from its beginning to its end, in rows of whatever length.
         goes_on = not changed or (changed == {"batch.context"} and recipe.data.mode == "stream")
         state.read = count_read(state, trained, recipe) if goes_on else {}
-        state.samples, state.skipped_samples = 0, []
+        state.samples, state.skipped_samples, state.data_step = 0, [], state.step
         # Losses of other samples: none of them is the best so far, and none says what a spike is.
         state.best_step = state.best_validation_loss = None
     if not is_same_data or tokens_per_step(trained.batch) != tokens_per_step(recipe.batch):  # a norm is of a batch
@@ -196,26 +194,35 @@ def begin_branch(
         state.run_id, state.recipe, state.tokenizer = run_id, {}, ""
         state.best_step = state.best_validation_loss = None
         state.rewinds = 0
-    return state
+    return state, sorted(lacking[False] | lacking[True])
+
+
+def report_new_moments(own: Sequence[str], of: str, world: Communicator) -> None:
+    """Name the parameters whose moments begin at zero in training. own: of this rank, from `begin_branch`; of: the checkpoint.
+    Collective."""
+    names = sorted({name for each in all_gather_object(own, world) for name in each})
+    if names and world.rank == 0:
+        others = f" and {len(names) - 3} more" * (len(names) > 3)
+        report(f"moments begin at zero, as {of} lacks them or some: {', '.join(names[:3])}{others}")
 
 
 def count_read(state: RunState, trained: Recipe, recipe: Recipe) -> dict[str, int]:
-    """Samples of `recipe` that a run has read of each source that it has as well. trained: with which it has read the last of
-    them, perhaps of another length."""
+    """Samples of `recipe` behind which it goes on in each source that a run has as well: those that were read, or of another
+    length (of a stream) all up to the next window. trained: with which the run has read the last of them."""
     data, was, now = trained.data, trained.batch.context, recipe.batch.context
     weights = state.weights or {name: source.weight for name, source in data.read.items()}
     order = SampleOrder.of(recipe.train.seed, {name: (weight, 1) for name, weight in weights.items()})
     [num_samples] = index_samples(np.array([state.samples]), state.skipped_samples)
     read = dict(zip(weights, map(int, order.count(int(num_samples))), strict=True))
-    sources = recipe.data.sources
+    sources, total = recipe.data.sources, {name: state.read.get(name, 0) + read.get(name, 0) for name in data.sources}
     return {
-        name: -(-(state.read.get(name, 0) + read.get(name, 0)) * was // now)
+        name: total[name] if was == now else find_next_window(total[name], was, now)
         for name, source in data.sources.items()
         if name in sources and replace(sources[name], weight=source.weight, epochs=source.epochs) == source
     }
 
 
-def begin_from(run: TrainingRun, run_id: str, origin: Origin, data: str, recipe: Recipe) -> RunState:
+def begin_from(run: TrainingRun, run_id: str, origin: Origin, data: str, recipe: Recipe) -> tuple[RunState, list[str]]:
     """`begin_branch` from a checkpoint of another run."""
     world, checkpoint = run.mesh.axis("world"), origin.checkpoint
     assert checkpoint is not None, "a run begins with step 0 by itself"

@@ -47,7 +47,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "MIN_SHARD_BYTES", 2000)
     monkeypatch.setattr(records, "TEXT_DOCUMENT_BYTES", 1000)
     monkeypatch.setattr(beside, "HEAD_BYTES", 5000)
-    monkeypatch.setattr(loader, "WINDOW_TOKENS", 40 * CONTEXT)
+    monkeypatch.setattr(growing, "WINDOW_TOKENS", 40 * CONTEXT)
     monkeypatch.setattr(loader, "STEPS_READ_AT_ONCE", 1)
     monkeypatch.setattr(growing, "LOOK_EVERY_S", 0.01)
 
@@ -284,13 +284,31 @@ def test_validation_is_of_the_head(recipe: Recipe) -> None:
         begin(replace(recipe, data=replace(recipe.data, validation=1e-12)))
 
 
-def test_a_stage_of_another_context_goes_on_where_the_tokens_were_read_to(recipe: Recipe) -> None:
+def test_a_stage_of_another_context_goes_on_behind_the_window_that_was_read(recipe: Recipe) -> None:
     """Of two sources, one read twice as often as the other, behind a stage of which 7 and 5 samples were read."""
-    longer = replace(recipe, batch=replace(recipe.batch, context=3 * recipe.batch.context))
+    short, long = (replace(recipe, batch=replace(recipe.batch, context=each)) for each in (16, 64))
     state = RunState("run", "data", samples=90, read={"s0": 7, "s1": 5}, weights={"s0": 2.0, "s1": 1.0})
-    assert count_read(state, recipe, recipe) == {"s0": 67, "s1": 35}
-    assert count_read(state, recipe, longer) == {"s0": 23, "s1": 12}
-    assert count_read(state, longer, recipe) == {"s0": 201, "s1": 105}
+    assert count_read(state, short, short) == {"s0": 67, "s1": 35}
+    assert count_read(state, short, long) == {"s0": 2 * growing.count_window(64), "s1": growing.count_window(64)}
+    unread = replace(state, samples=0, read={"s1": growing.count_window(64)})
+    assert count_read(unread, long, short) == {"s0": 0, "s1": growing.count_window(16)}
+
+
+@pytest.mark.parametrize(("was", "now", "left_out"), [(16, 64, 1), (64, 16, 1), (64, 48, 2), (48, 64, 1)])
+def test_no_token_of_a_stream_is_read_twice_where_its_rows_get_another_length(
+    recipe: Recipe, was: int, now: int, left_out: int
+) -> None:
+    num_tokens, num_read = 8 * growing.WINDOW_TOKENS, 5 * growing.WINDOW_TOKENS // was // 3
+    first, then = (replace(recipe, batch=replace(recipe.batch, context=each)) for each in (was, now))
+    state = RunState("run", "data", samples=num_read, weights={"s0": 1.0})
+    starts = count_read(state, first, then)
+    times = np.zeros(num_tokens, np.uint8)
+    for context, count, read in ((was, num_read, {}), (now, num_tokens // now - starts["s0"], starts)):
+        order = SampleOrder.of(1, {"s0": (1.0, num_tokens // context)}, read, {"s0": growing.count_window(context)})
+        for sample in order.locate(np.arange(count))[1]:
+            times[sample * context : (sample + 1) * context] += 1
+    assert times.max() == 1
+    assert 0 < (times[: -max(was, now)] == 0).sum() < left_out * growing.WINDOW_TOKENS
 
 
 def test_a_data_set_of_the_hub_is_listed_once_and_fetched_file_by_file(

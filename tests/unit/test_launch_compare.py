@@ -11,6 +11,7 @@ from framework.commands.diff import describe_difference, spread
 from framework.errors import EXIT_DONE, EXIT_USER
 from framework.launch.directory import RunDirectory
 from framework.recipe.compose import compose, save_recipe
+from framework.track.report import RunInfo, save_run_info
 
 
 @pytest.fixture
@@ -89,6 +90,19 @@ def test_a_validation_loss_that_is_not_a_number_is_not_the_lowest(make):
     assert status.read_curve_end(metrics)[3] == 4.5
     metrics.write_text(text.replace("4.5", "NaN").replace("4.75", "NaN"))
     assert math.isnan(status.read_curve_end(metrics)[3])
+
+
+def test_a_loss_of_data_before_a_border_is_not_the_lowest(make):
+    """A sweep's best run is told by what all validate on at the end."""
+    run = make("a", losses=(5.0, 4.0, 3.0))
+    path = run.path / "metrics.jsonl"
+    path.write_text(path.read_text().replace("null", "2.5", 1).replace("null", "4.5", 1))
+    assert status.read_curve_end(path)[3] == 2.5
+    save_run_info(run.path, RunInfo("a", {}, total_steps=3, data_step=1))
+    [_, line] = status.describe_runs([run], marks_best=False).splitlines()
+    assert "4.5000" in line
+    (run.path / "run_info.json").write_text("{")
+    assert "2.5000" in status.describe_runs([run], marks_best=False)
 
 
 def test_status_without_runs_says_how_to_start_one(tmp_path, monkeypatch, capsys):

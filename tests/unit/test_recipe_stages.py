@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from framework.launch.identity import read_trained, values_of
+from framework.errors import RunError
+from framework.launch.identity import fixed, may_change, read_trained, values_of
 from framework.optim.groups import learning_rate
+from framework.recipe.check import check_recipe
 from framework.recipe.compose import compose
-from framework.recipe.keys import value_of
+from framework.recipe.keys import flatten, nest, value_of
 from framework.recipe.problem import render_problems
 from framework.recipe.schema import LearningRateSchedule, Recipe
 from framework.recipe.stages import count_tokens, settle_borders, split_stages, stage_after, stage_of
@@ -17,6 +19,7 @@ from framework.track.summary import collect_curves, draw
 
 WORDS = (
     "experiment=quickstart",
+    "optim.schedule.final_ratio=0.1",
     "train.stages.a.until_share=0.5",
     "train.stages.b.until_tokens=400000",
     "train.stages.b.batch.context=256",
@@ -49,6 +52,7 @@ def test_a_stage_keeps_what_it_does_not_state() -> None:
 
 RAMP = (
     "experiment=quickstart",
+    "optim.schedule.final_ratio=0.1",
     "model.config.rope_parameters={rope_type: default, rope_theta: 10000.0}",
     "train.stages.a.until_share=0.2",
     "train.stages.grow={until_step: 400, ramp: 4, batch: {context: 256, sequences_per_step: 40}}",
@@ -120,6 +124,54 @@ def test_the_recipe_of_a_checkpoint_is_that_of_its_stage() -> None:
     state = {"recipe": values_of(recipe), "step": 300}
     assert [value_of(read_trained(state), key) for key in ("batch.context", "optim.lr")] == [256, 4e-3]
     assert value_of(read_trained({**state, "step": 250}), "batch.context") == 128
+
+
+def test_a_stage_that_would_train_at_rate_0_is_refused() -> None:
+    words = [
+        "experiment=quickstart",
+        "optim.schedule.final_ratio=0.0",
+        "train.stages={a: {until_step: 50, optim: {schedule: {warmup_steps: 5}}}, b: {}}",
+    ]
+    [problem] = compose(words).problems
+    assert problem.key == "train.stages.b.optim.schedule"
+    assert "its learning rate is 0: the schedule of a stage before has ended with step 50" in problem.message
+    mended = (
+        "train.stages.b.optim.schedule.warmup_steps=0",
+        "optim.schedule.final_ratio=0.1",
+        "train.stages.b.optim.schedule.name=constant",
+    )
+    for word in mended:
+        schedule = split_stages(compose([*words, word]).require())[1].recipe.optim.schedule
+        assert learning_rate(60, schedule, 1.0, 500) > 0
+
+
+def test_names_with_dots_are_read_back_from_a_checkpoint() -> None:
+    """Sources, stages and groups of the optimizer; a ramp of such a source; a plugin's optimizer, which is not imported here."""
+    words = [
+        "data.sources={c4.en: {path: corpus}, more: {path: more}}",
+        "~data.sources.stdlib",
+        "optim.groups={no.decay: {pattern: norm, weight_decay: 0.0}}",
+        "train.stages={v1.0: {until_step: 100}, v1.1: {until_step: 200, ramp: 2}, v2: {}}",
+        "train.stages.v2.data={sources: {c4.en: {weight: 0.5}}}",
+    ]
+    composed = compose(["experiment=quickstart", *words]).draft
+    ramp = replace(composed.train.stages["v1.1"], data={"sources": {"c4.en": {"weight": 3.0}}})
+    recipe = replace(composed, train=replace(composed.train, stages={**composed.train.stages, "v1.1": ramp}))
+    assert not check_recipe(recipe, {})
+    weights = [each.recipe.data.sources["c4.en"].weight for each in split_stages(recipe)]
+    assert weights == [1.0, 2.0, 3.0, 0.5]
+    record = fixed(values_of(recipe))
+    assert flatten(nest(record)) == record
+    for step, weight in ((100, 1.0), (150, 2.0), (200, 3.0), (300, 0.5)):
+        trained = read_trained({"recipe": {**record, "optim.name": "my_rule"}, "step": step})
+        assert list(trained.data.sources) == ["c4.en", "more"]
+        assert trained.data.sources["c4.en"].weight == weight
+        assert list(trained.optim.groups) == ["no.decay"]
+        assert trained.optim.name == "my_rule"
+    with pytest.raises(RunError, match=r"step 9 records cannot be read:(.|\n)*data.sorces"):
+        read_trained({"recipe": {**record, "data.sorces": 1}, "step": 9})
+    assert may_change("train.stages.v1.0.memory.compile")
+    assert not may_change("train.stages.v1.0.data.sources.memory.weight")
 
 
 def test_a_border_that_is_typed_takes_the_place_of_one_in_a_file() -> None:

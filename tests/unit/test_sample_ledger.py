@@ -15,11 +15,11 @@ def rows_of(samples):
     return Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None)
 
 
-def train(folder, first, last, dp=DP, change=lambda samples: samples):
-    """A start of `dp` ranks from step `first` to `last`; change: of what a rank reads in a step."""
+def train(folder, first, last, dp=DP, change=lambda samples: samples, stage=0):
+    """A start of `dp` ranks from step `first` of the data to `last`; change: of what a rank reads in a step."""
     start = next_start(folder)
     for rank in range(dp):
-        ledger = SampleLedger(folder, rank)
+        ledger = SampleLedger(folder, rank, stage)
         ledger.begin(start, first * PER_STEP)
         for step in range(first, last):
             samples = change(np.arange(step * PER_STEP + rank, (step + 1) * PER_STEP, dp))
@@ -41,6 +41,23 @@ def test_a_run_that_was_rewound_and_divided_anew_has_read_every_sample_once(tmp_
     assert find_ledger_problems(lineage, 40, read_lineage(whole)) == []
     assert find_ledger_problems(lineage, 44) == ["4 samples are lost: 40, 41, 42, 43"]
     assert find_ledger_problems(lineage, 36) == ["4 samples are not of these steps: 36, 37, 38, 39"]
+
+
+def test_a_branch_and_stages_of_a_run_lose_nothing_where_they_begin(tmp_path):
+    train(tmp_path, 3, 6)  # a branch of a run's third step
+    train(tmp_path, 5, 7)
+    train(
+        tmp_path, 0, 2, stage=7
+    )  # data that begins anew; a damaged checkpoint has its start go back to the stage before
+    assert find_ledger_problems(read_lineage(tmp_path), 8) == []
+    train(tmp_path, 6, 7)
+    assert find_ledger_problems(read_lineage(tmp_path), 28) == []
+    train(tmp_path, 0, 3, stage=7)
+    train(tmp_path, 2, 4, stage=7)
+    assert read_lineage(tmp_path).cursors == (0, 0, 8)
+    assert find_ledger_problems(read_lineage(tmp_path), 16) == []
+    assert find_ledger_problems(read_lineage(tmp_path, stage=0), 28) == []
+    assert find_ledger_problems(read_lineage(tmp_path, stage=0), 32) == ["4 samples are lost: 28, 29, 30, 31"]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from framework.recipe.environment import describe_public, fill, hide_secrets, is
 from framework.recipe.problem import render_problems
 from framework.recipe.schema import Launch, Model, Recipe
 from framework.train.reports import describe_run
+from framework.train.state import RunState
 
 SECRET = "hf_sEcReTsEcReT"
 REFERENCE = "${oc.env:HF_TOKEN}"
@@ -243,7 +244,8 @@ def test_run_info_has_what_trackers_get_and_commands_that_can_be_typed():
     mesh = connect(Topology(), torch.device("cpu"))
     plan = make_plan(recipe, config)
     prepared = SimpleNamespace(unigram_entropy=None, sources=())
-    info = describe_run(plan.recipe, plan, prepared, mesh, Path(recipe.run.root, "x"), 0)  # type: ignore[arg-type]
+    state = RunState("x", "")
+    info = describe_run(plan.recipe, plan, prepared, mesh, Path(recipe.run.root, "x"), state)  # type: ignore[arg-type]
     assert info.config == describe_public(plan.recipe)
     assert info.commands["resume"] == """meshwright train run.id=x 'run.root="my '"'"'runs'"'"'"'"""
     # Not RUN/export: train.sample leaves one there, and an export replaces nothing.

@@ -140,7 +140,7 @@ def known(first, last):
 def test_a_resume_says_which_lines_are_missing_and_fills_what_the_checkpoint_knows(tmp_path, capsys, lost):
     write(tmp_path, [step for step in range(1, 11) if step not in lost])
     jsonl = Jsonl(tmp_path, known=known(2, 8))
-    jsonl.open(replace(RUN, start_step=8, tokens_per_step=64))
+    jsonl.open(replace(RUN, start_step=8, start_tokens=8 * 64, tokens_per_step=256))  # of the stage that begins
     jsonl.report(report(9))
     jsonl.close(0)
     records = {record["step"]: record for record in read_records(tmp_path / METRICS_FILE)}
@@ -157,18 +157,18 @@ def test_a_resume_says_which_lines_are_missing_and_fills_what_the_checkpoint_kno
         assert records[step].keys() - {"filled"} == records[9].keys()
 
 
-def test_tokens_of_a_lost_line_follow_its_neighbours(tmp_path):
-    """Whose batches need not be those with which the run goes on."""
+def test_tokens_of_lines_that_are_filled_in_are_those_of_their_stage(tmp_path):
+    """Four steps of 64 tokens, then steps of 256: a line is lost in each stage, and the last one."""
+    tokens = {1: 64, 2: 128, 3: 192, 4: 256, 5: 512, 6: 768, 7: 1024, 8: 1280}
     jsonl = Jsonl(tmp_path)
     jsonl.open(RUN)
-    for step, tokens in ((1, 100), (2, 200), (5, 500), (6, 1500)):
-        jsonl.report(replace(report(step), tokens=tokens))
+    for step in (1, 2, 4, 5, 7):
+        jsonl.report(report(step, tokens=tokens[step]))
     jsonl.close(0)
     jsonl = Jsonl(tmp_path, known=known(1, 8))
-    jsonl.open(replace(RUN, start_step=7, tokens_per_step=1000))
+    jsonl.open(replace(RUN, start_step=8, start_tokens=1280, tokens_per_step=256))
     jsonl.close(0)
-    found = {record["step"]: record["tokens"] for record in read_records(tmp_path / METRICS_FILE)}
-    assert found == {1: 100, 2: 200, 3: 300, 4: 400, 5: 500, 6: 1500, 7: 2500}
+    assert {each["step"]: each["tokens"] for each in read_records(tmp_path / METRICS_FILE)} == tokens
 
 
 def test_a_line_whose_key_is_damaged_is_filled_as_one_that_is_missing(tmp_path, capsys):
@@ -177,7 +177,7 @@ def test_a_line_whose_key_is_damaged_is_filled_as_one_that_is_missing(tmp_path, 
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:4], lines[4].replace('"tokens"', '"tokenr"'), *lines[5:]]))
     jsonl = Jsonl(tmp_path, known=known(2, 8))
-    jsonl.open(replace(RUN, start_step=8, tokens_per_step=64))
+    jsonl.open(replace(RUN, start_step=8, start_tokens=8 * 64))
     jsonl.close(0)
     filled = [record["step"] for record in read_records(path) if record.get("filled")]
     assert filled == [5]

@@ -68,6 +68,14 @@ def test_the_page_states_what_was_run_and_the_numbers_of_its_steps(tmp_path):
     assert picture_size(picture) == (1320, 840)
 
 
+def test_the_lowest_validation_loss_is_of_the_data_that_a_run_in_stages_ended_with(tmp_path):
+    write_run(tmp_path, [report(step, validation_loss={1: 3.2, 3: 3.6, 4: 3.4}.get(step)) for step in range(1, 5)])
+    save_run_info(tmp_path, replace(RUN, stages={"a": 0, "b": 2}, data_step=2))
+    page = write_report(tmp_path)[-1].read_text()
+    assert "3.4000 at step 4; lowest 3.4000 at step 4" in page
+    assert "512 tokens per step in the last stage trained, 400 steps" in page
+
+
 @pytest.mark.parametrize(
     "reports",
     [

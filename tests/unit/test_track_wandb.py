@@ -17,12 +17,14 @@ from pathlib import Path
 
 import pytest
 
-from framework.lease import Holder, take
+from framework.launch.directory import RunDirectory
+from framework.launch.resume import Origin, copy_curves
+from framework.lease import Holder, Lease, take
 from framework.recipe import schema
 from framework.recipe.check import check_recipe
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
-from framework.track.jsonl import Jsonl
+from framework.track.jsonl import METRICS_FILE, Jsonl, read_records
 from framework.track.mirror import CLOSE_TIMEOUT_S, MAX_RANKS_CHARTED, POLL_S, Mirror, chart_values
 from framework.track.report import RunInfo, StepReport, save_run_info
 from framework.track.trackers import write_sync
@@ -168,6 +170,27 @@ def test_a_branch_is_a_fork_of_its_origin_or_in_a_group_with_it(fake_wandb, init
     assert fake_wandb.asked("began")[-1][0] == "allow"
 
 
+def test_a_branch_of_a_run_that_has_gone_back_has_curves_of_its_own(fake_wandb, tmp_path):
+    """It forks the curve in which its origin has the step, and its own rewind begins its own second curve."""
+    fake_wandb()
+    origin, run = RunDirectory(tmp_path / "origin"), RunDirectory(fake_wandb.run_dir)
+    origin.path.mkdir()
+    jsonl = begin_to_be_mirrored(origin.path, range(1, 6))
+    rewind(origin.path, jsonl, 2, 3, 4, rewinds=2)
+    info = replace(branch(), start_step=3)
+    info.config["run"]["start_from"] = f"{origin.path}@3"
+    copy_curves(Origin(origin, None), run, Lease(run.path))
+    save_run_info(run.path, info)
+    jsonl = Jsonl(run.path)
+    jsonl.open(info)
+    jsonl.report(report(4))
+    assert [each["rewinds"] for each in read_records(run.path / METRICS_FILE)] == [0, 0, 0, 0]
+    mirror_until(run.path, lambda: fake_wandb.asked("log"), lambda: rewind(run.path, jsonl, 3, 4), info)
+    assert [name for _, name in fake_wandb.asked("init")] == ["r-1", "r-1-rewound-1"]
+    assert fake_wandb.asked("began")[0][0] == "origin-rewound-2?_step=3"
+    assert [values[0] for values in fake_wandb.asked("log")] == [4, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(("exit_code", "told"), [(85, 0), (88, 88)])
 def test_a_run_that_stopped_to_be_resumed_has_not_failed(fake_wandb, exit_code, told):
     fake_wandb()
@@ -221,10 +244,10 @@ def begin_to_be_mirrored(run_dir, steps, mode="online"):
     return jsonl
 
 
-def mirror_until(run_dir, condition, then=lambda: None):
+def mirror_until(run_dir, condition, then=lambda: None, info=None):
     """A mirror from its start until wandb was asked for what is waited for, and `then`, to its end."""
     wandb = Mirror("wandb", run_dir, print, CLOSE_TIMEOUT_S)
-    wandb.open(run_info())
+    wandb.open(info or run_info())
     wait_until(condition)
     then()
     wandb.close(0)
