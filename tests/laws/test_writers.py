@@ -74,6 +74,7 @@ KNOWN = {
     "launch/directory.py _claim_next": OUTSIDE,
     "commands/inject.py damage": "harm to a checkpoint that a user asks for by `meshwright inject`",
     "launch/identity.py keep_tokenizer": IN_WORKPLACE,
+    "launch/resume.py copy_curves": IN_WORKPLACE,
     "commands/evaluate.py run": "a temporary folder, and --json: a file that a user names, as export's folder",
     "commands/evaluate.py evaluate_command": "the temporary folder of `run`, which holds a copy of the run's tokenizer",
     "commands/evaluate.py import_tasks": OUTSIDE,
