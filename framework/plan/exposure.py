@@ -13,12 +13,12 @@ order (mesh/topology.py).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from framework.plan.candidate import Candidate, topology_of
 from framework.plan.cluster import Group, place_group
 from framework.plan.layer_widths import MixtureWidths
-from framework.plan.messages import TokenHops, rows_of_token
+from framework.plan.messages import ContextCost, TokenHops, rows_of_token
 from framework.plan.operators import LayerOperators, UnitWork
 from framework.plan.profile import Rates
 from framework.recipe.schema import Recipe
@@ -107,14 +107,15 @@ class LayerMessages:
         c, shape, work, cluster, groups = self.c, self.layer.attention, self.work, self.rates.cluster, self.groups
         if c.cp == 1 or shape is None:
             return NOTHING
-        heads, kv_heads = -(-shape.heads // c.tp), max(1, shape.kv_heads // c.tp)
-        queries, outputs = c.tokens * heads * shape.key_dim, c.tokens * heads * shape.value_dim
-        keys_values = c.tokens * kv_heads * (shape.key_dim + shape.value_dim)
         e, ring = self.rates.itemsize, groups["ring"].size
-        exchange = cluster.collective("all_to_all", (queries + outputs + keys_values) * e, groups["ulysses"])
+        own = replace(shape, heads=-(-shape.heads // c.tp), kv_heads=max(1, shape.kv_heads // c.tp))
+        cost = ContextCost(c, own, e)
+        keys_values, steps = cost.keys_values, cost.num_steps
+        exchanged = (cost.queries + cost.outputs + keys_values) * e
+        exchange = cluster.collective("all_to_all", exchanged, groups["ulysses"])
         # After heads were exchanged a rank has u times the tokens of 1/u of the heads.
         forward_block, backward_block = work.forward.attention / ring, work.input.attention / ring
-        steps, sums = ring - 1, keys_values * max(e, 4)
+        sums = keys_values * cost.sum_size
         if c.is_gather:
             gathered = cluster.collective("all_gather", ring * keys_values * e, groups["ring"])
             late, hidden = hide(gathered, forward_block)
