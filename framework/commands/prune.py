@@ -61,8 +61,12 @@ def _prune(run: RunDirectory, *, keep: int, removes: bool) -> int:
     print(f"{run.path}: " + (f"steps {steps}: {show_bytes(num_bytes)}" if old else "nothing is old"))
     if removes and old:
         # The lock and the lease of a start: a launch meanwhile waits or is refused, and nothing is removed below its feet.
-        with run.lock() as lease:
-            retain(run.checkpoints, lease, retention, best_step=best_step)
+        try:
+            with run.lock() as lease:
+                retain(run.checkpoints, lease, retention, best_step=best_step)
+        except RunError as error:  # a launch has come between
+            print(f"{run.path}: left alone: {error}")
+            return 0
     return num_bytes
 
 

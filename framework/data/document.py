@@ -60,6 +60,8 @@ ANSWERS = ("completion", "response", "output", "answer", "answers")
 BESIDE = (*ANSWERS, "input", "system", "history", "tools", "chat_template_kwargs")
 # Fields beside an answer.
 BESIDE_ANSWER = ("prompt", "rejected", "label", "system", "tools", "chat_template_kwargs")
+# As csv has them.
+LABELS = {"true": True, "1": True, "false": False, "0": False}
 # Answers come in pairs of a chosen and a rejected one, or each with a label.
 Form = Literal["pair", "label"]
 
@@ -126,7 +128,8 @@ def read_conversation(record: Mapping[str, Any], name: str) -> Conversation:
         messages = [read_message(index, each) for index, each in enumerate(value)]
         # A prompt of messages; those that end with the answer have it already.
         is_open = bool(messages) and messages[-1]["role"] != "assistant"
-        completion = parse_messages(record.get("completion")) if is_open else None
+        beside = [record[each] for each in ANSWERS if each != name and record.get(each)] if is_open else []
+        completion = parse_messages(beside[0]) if beside else None
         if isinstance(completion, list):
             messages += [read_message(len(value) + index, each) for index, each in enumerate(completion)]
         elif isinstance(completion, str):
@@ -260,6 +263,7 @@ def read_answers(record: Mapping[str, Any], name: str, form: Form) -> list[tuple
     there is nothing to compare."""
     answers = {each: _read(record, each, "assistant") for each in ((name, "rejected") if form == "pair" else (name,))}
     kinds, label = [WANTED, UNWANTED], record.get("label")
+    label = LABELS.get(label.lower(), label) if isinstance(label, str) else label
     if form == "label" and label not in (0, 1):
         raise DataError(f"field `label` beside the answer `{name}` is neither true nor false but {label!r}")
     if form == "label":

@@ -111,7 +111,8 @@ def _describe_reference(loss: LossSettings) -> Iterator[str]:
         )
     if loss.extra_forwards:
         words.append(
-            f"{loss.extra_forwards} more forward{'s' * (loss.extra_forwards > 1)} of each step, in its time below but not in its bytes"
+            f"{loss.extra_forwards} more forward{'s' * (loss.extra_forwards > 1)} of each step, in its time below but not in its"
+            " bytes"
         )
     if words:
         yield f"reference     {'; '.join(words)}"

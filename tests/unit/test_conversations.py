@@ -58,6 +58,7 @@ def read(record: dict[str, Any], field: str = "messages") -> list[dict[str, Any]
         ({"prompt": "Hi", "completion": "Hello, 猫!"}, "prompt", TWO[:2]),
         ({"prompt": TWO[:1], "completion": TWO[1:2]}, "prompt", TWO[:2]),
         ({"prompt": TWO[:1], "completion": "Hello, 猫!"}, "prompt", TWO[:2]),
+        ({"prompt": TWO[:1], "response": "Hello, 猫!"}, "prompt", TWO[:2]),
         ({"prompt": "[x", "response": "{y"}, "prompt", [user("[x"), answer("{y")]),
         ({"instruction": "Add", "input": "1 2", "output": "3"}, "instruction", [user("Add\n\n1 2"), answer("3")]),
         ({"instruction": "Add", "input": "", "output": "3", "system": "Be kind."}, "instruction", [SYSTEM, *ADD]),

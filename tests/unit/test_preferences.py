@@ -61,11 +61,11 @@ def test_every_form_of_a_pair_is_two_conversations(record: dict[str, Any], promp
     assert (wanted, unwanted) == (WANTED, UNWANTED)
 
 
-@pytest.mark.parametrize("label", [True, 0])
-def test_an_answer_with_a_label_is_one_conversation(label: bool) -> None:
+@pytest.mark.parametrize(("label", "is_wanted"), [(True, True), (0, False), ("True", True), ("0", False)])
+def test_an_answer_with_a_label_is_one_conversation(label: object, is_wanted: bool) -> None:
     for record in ({"prompt": "Hi", "completion": "Hello!"}, {"completion": [HI, YES]}):
         assert read({**record, "label": label}, "completion", "label") == [
-            ([HI, YES], [1], WANTED if label else UNWANTED)
+            ([HI, YES], [1], WANTED if is_wanted else UNWANTED)
         ]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from framework.checkpoint.commit import list_checkpoints, step_of
 from framework.cli import main
-from framework.errors import EXIT_DONE, EXIT_USER
+from framework.errors import EXIT_DONE, EXIT_USER, RunError
 from framework.launch.directory import RunDirectory
 from framework.recipe.compose import compose, load_recipe, save_recipe
 from framework.recipe.schema import LossSettings
@@ -63,6 +63,21 @@ def test_a_run_that_runs_is_left_alone(make_run, capsys):
         assert main(["prune", "--yes"]) == EXIT_DONE
     assert steps_of(run) == [1, 2]
     assert "left alone" in capsys.readouterr().out
+
+
+def test_a_run_that_is_launched_meanwhile_is_left_alone(make_run, capsys, monkeypatch):
+    first, second = make_run("a", (1, 2)), make_run("b", (1, 2))
+    own = RunDirectory.lock
+
+    def lock(self):
+        if self.id == "a":
+            raise RunError("the run is held")
+        return own(self)
+
+    monkeypatch.setattr(RunDirectory, "lock", lock)
+    assert main(["prune", "--yes"]) == EXIT_DONE
+    assert (steps_of(first), steps_of(second)) == ([1, 2], [2])
+    assert "a: left alone: the run is held" in capsys.readouterr().out
 
 
 def test_damage_stays_and_is_not_counted(make_run):
