@@ -60,7 +60,7 @@ ANSWERS = ("completion", "response", "output", "answer", "answers")
 BESIDE = (*ANSWERS, "input", "system", "history", "tools", "chat_template_kwargs")
 # Fields beside an answer.
 BESIDE_ANSWER = ("prompt", "rejected", "label", "system", "tools", "chat_template_kwargs")
-# As csv has them.
+# Labels in text, which csv has.
 LABELS = {"true": True, "1": True, "false": False, "0": False}
 # Answers come in pairs of a chosen and a rejected one, or each with a label.
 Form = Literal["pair", "label"]
