@@ -292,10 +292,8 @@ def claim_outcome(code: int) -> bool:
             file.write(f"{code}\n")
     except FileExistsError:
         return False
-    except (
-        OSError
-    ):  # on a full disk nobody is the first, so each rank says all that it knows, and ends with its own code
-        pass
+    except OSError:
+        pass  # on a full disk nobody is the first, so each rank says all that it knows, and ends with its own code
     return True
 
 

@@ -332,9 +332,9 @@ class Loop:
         waits = self.run.mesh.waits.ended
         self._read()
         seconds, exposed = time.perf_counter() - started, self.run.exposed_communication.take()
-        cursor = state.step, state.samples, state.tokens
+        reached = state.step, state.samples, state.tokens
         self._unread = PendingStep(
-            sums, *cursor, lr, limits, seconds, times, exposed, waits, traffic, loads, squared_moment
+            sums, *reached, lr, limits, seconds, times, exposed, waits, traffic, loads, squared_moment
         )
 
     def _report_validation(self) -> None:

@@ -40,6 +40,15 @@ def write_corpus(path: Path) -> None:
         file.writelines(json.dumps({"text": " ".join(draw.choices(tiny_run.WORDS, k=40))}) + "\n" for _ in range(9000))
 
 
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which a test runs, with a corpus whose first shard is the head."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(beside, "HEAD_BYTES", 1)
+    write_corpus(tmp_path / "corpus.jsonl")
+    return tmp_path
+
+
 def forget_rest() -> int:
     """Remove the shards behind the head of the only store; how many there were."""
     (folder,) = Path("tokens").glob("files-*")
@@ -53,12 +62,7 @@ def forget_rest() -> int:
 
 
 @pytest.mark.grid
-def test_killed_and_resumed_in_another_layout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(beside, "HEAD_BYTES", 1)
-    write_corpus(tmp_path / "corpus.jsonl")
+def test_killed_and_resumed_in_another_layout(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *RECIPE, "run.id=whole"]) == EXIT_DONE
     assert re.search(r"the first 1 of \d+ shards, the others come beside the run", capfd.readouterr().out)
     assert forget_rest() > 1
@@ -68,18 +72,14 @@ def test_killed_and_resumed_in_another_layout(
     for own, other in zip(curve("killed"), curve("whole"), strict=True):
         assert own == pytest.approx(other, rel=1e-9)
     # Then a record that cannot be trained on, which the tokenizer finds beside the run.
-    corpus = tmp_path / "corpus.jsonl"  # whose last shard is the head
+    corpus = place / "corpus.jsonl"  # whose last shard is the head
     corpus.write_text("no json\n" + corpus.read_text())
     assert main(["train", *RECIPE, "run.id=bad"]) == EXIT_USER
     assert re.search(r"data.sources.files: .*corpus.jsonl, row 1: not JSON", capfd.readouterr().err)
 
 
-def test_a_stop_is_heard_while_tokens_are_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(beside, "HEAD_BYTES", 1)
-    write_corpus(tmp_path / "corpus.jsonl")
+@pytest.mark.usefixtures("place")
+def test_a_stop_is_heard_while_tokens_are_waited_for() -> None:
     words = (*RECIPE, "train.steps=2", "launch.ranks=2", "run.id=stopped")
     assert main(["prepare", *words]) == EXIT_DONE
     (store,) = Path("tokens").glob("files-*")
@@ -96,12 +96,8 @@ def test_a_stop_is_heard_while_tokens_are_waited_for(
     assert [step for step, *_ in curve("stopped")] == [1, 2]
 
 
-def test_a_stop_before_the_first_step_of_a_stage_leaves_the_checkpoint_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(beside, "HEAD_BYTES", 1)
-    write_corpus(tmp_path / "corpus.jsonl")
+@pytest.mark.usefixtures("place")
+def test_a_stop_before_the_first_step_of_a_stage_leaves_the_checkpoint_before_it() -> None:
     stages = ("train.stages.short.until_step=2", "train.stages.long.batch.context=32", "train.steps=3")
     words, run = (*RECIPE, *stages, "run.id=staged"), Path("runs/staged")
     assert main(["train", *words]) == EXIT_DONE
